@@ -1,0 +1,267 @@
+"""Frozen, hashable descriptions of a model, its residency and its engine: data only, the lowest tier.
+
+A spec says what something is, in numbers; it never holds arrays, opens files or imports modules of this package. Specs are
+static arguments of jitted functions, so two equal specs share one compiled program.
+
+Vocabulary: a *MoE layer* is a decoder layer with routed experts; an *expert group* is the set of layers whose routed experts
+have one shape, and therefore share one bank in host memory and one slot pool on the device.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+ExpertFormat = Literal["float32", "bfloat16"]
+"""Storage format of a routed expert: float32 as it is, every other format packed in uint32 words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnSpec:
+  """YaRN context extension of rotary embeddings. Source: YaRN (Peng et al., 2023)."""
+
+  factor: float
+  original_max_position: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  mscale: float = 1.0
+  mscale_all_dim: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+  """Rotary position embedding over `dim` components with interleaved pairs (2i, 2i+1)."""
+
+  dim: int
+  theta: float = 10000.0
+  yarn: YarnSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MLASpec:
+  """Multi-head latent attention. Source: DeepSeek-V2 (2024), section 2.1."""
+
+  num_heads: int
+  q_lora_rank: int | None  # None: queries are projected directly
+  kv_lora_rank: int
+  qk_nope_head_dim: int
+  qk_rope_head_dim: int
+  v_head_dim: int
+  rope: RopeSpec
+
+  @property
+  def latent_dim(self) -> int:
+    """Numbers cached per token: the compressed kv vector and the rotated shared key."""
+    return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterSpec:
+  """How tokens choose experts: sigmoid scores, a bias for selection only, optional groups.
+
+  Source: DeepSeek-V3 (2024), section 2.1.2.
+  """
+
+  num_experts: int
+  num_experts_per_tok: int
+  num_groups: int = 1
+  topk_groups: int = 1
+  norm_topk: bool = True
+  scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSpec:
+  """A SwiGLU block that every token passes."""
+
+  hidden_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESpec:
+  """A mixture-of-experts block: routed experts of width `expert_dim`, one shared expert of `shared_dim` (0: none)."""
+
+  router: RouterSpec
+  expert_dim: int
+  shared_dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+  """One decoder layer."""
+
+  attention: MLASpec
+  mlp: DenseSpec | MoESpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertGroup:
+  """Layers whose routed experts have one shape; they share a bank and a pool.
+
+  Attributes:
+    layers: indices into `ModelSpec.layers`, ascending.
+    num_experts: routed experts of each of these layers (N).
+    num_experts_per_tok: fan-out (A).
+    embed_dim: input and output width of an expert (D).
+    expert_dim: hidden width of an expert (F).
+  """
+
+  layers: tuple[int, ...]
+  num_experts: int
+  num_experts_per_tok: int
+  embed_dim: int
+  expert_dim: int
+
+  @property
+  def num_rows(self) -> int:
+    """Rows of the group's bank: one for each expert of each layer, row = index_of(layer) * num_experts + expert."""
+    return len(self.layers) * self.num_experts
+
+  @property
+  def params_per_expert(self) -> int:
+    return 3 * self.embed_dim * self.expert_dim
+
+  def index_of(self, layer: int) -> int:
+    """Position of `ModelSpec.layers[layer]` among the group's layers."""
+    return self.layers.index(layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+  """A decoder-only MoE language model."""
+
+  family: str
+  vocab_size: int
+  embed_dim: int
+  layers: tuple[LayerSpec, ...]
+  mtp_layers: tuple[LayerSpec, ...] = ()
+  rms_norm_eps: float = 1e-6
+  tie_embeddings: bool = False
+  max_context_tokens: int = 4096
+  eos_token_ids: tuple[int, ...] = ()
+
+  @functools.cached_property
+  def moe_layers(self) -> tuple[int, ...]:
+    """Indices of the layers that have routed experts."""
+    return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer.mlp, MoESpec))
+
+  @functools.cached_property
+  def expert_groups(self) -> tuple[ExpertGroup, ...]:
+    """Groups of MoE layers of the main stack, in order of their first layer."""
+    return _group(self.layers, self.embed_dim)
+
+  @functools.cached_property
+  def mtp_expert_groups(self) -> tuple[ExpertGroup, ...]:
+    """Groups of the MTP layers; `layers` then indexes `mtp_layers`."""
+    return _group(self.mtp_layers, self.embed_dim)
+
+  def group_of(self, layer: int) -> tuple[int, int]:
+    """Returns (index of the expert group, index of the layer within the group) of a MoE layer."""
+    for g, group in enumerate(self.expert_groups):
+      if layer in group.layers:
+        return g, group.index_of(layer)
+    raise ValueError(f"layer {layer} has no routed experts")
+
+
+def _group(layers: tuple[LayerSpec, ...], embed_dim: int) -> tuple[ExpertGroup, ...]:
+  members: dict[tuple[int, int, int], list[int]] = {}
+  for i, layer in enumerate(layers):
+    if isinstance(layer.mlp, MoESpec):
+      router = layer.mlp.router
+      key = (router.num_experts, router.num_experts_per_tok, layer.mlp.expert_dim)
+      members.setdefault(key, []).append(i)
+  return tuple(ExpertGroup(tuple(ids), n, k, embed_dim, f) for (n, k, f), ids in members.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class RhacSpec:
+  """Weights and horizons of the RHAC replacement priority.
+
+  Attributes:
+    window: W, decoded tokens in the recent-frequency window, 1..32.
+    decay: rho of the exponential moving average, 0 <= decay < 1.
+    frequency_weight: lam_f, weight of the recent frequency.
+    average_weight: lam_m, weight of the moving average.
+    score_weight: lam_q, weight of the current router score.
+    age_weight: lam_a, weight of the age, subtracted.
+    age_cap: ages are counted up to this many tokens; 0 means without limit.
+
+  Source: MoE-CORE, replacement by recency, history and current score.
+  """
+
+  window: int = 16
+  decay: float = 0.98
+  frequency_weight: float = 0.0
+  average_weight: float = 3.0
+  score_weight: float = 0.0
+  age_weight: float = 0.5
+  age_cap: int = 0
+
+
+PolicyName = Literal["rhac", "lru", "lfu", "fifo", "random", "static"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidencySpec:
+  """Which experts stay on the device.
+
+  Attributes:
+    policy: replacement policy.
+    slots: decode slots K_l of each MoE layer, in layer order; the length is the number of MoE layers.
+    rhac: settings of the policy `rhac`, unused by the others.
+    reset_between_requests: empty the cache before each request instead of keeping what is resident.
+  """
+
+  policy: PolicyName
+  slots: tuple[int, ...]
+  rhac: RhacSpec = RhacSpec()
+  reset_between_requests: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSpec:
+  """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch those filters off."""
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSpec:
+  """Shapes and formats of the compiled programs.
+
+  Attributes:
+    batch_size: rows decoded together (B).
+    context_tokens: capacity of a row's KV cache, prompt and output together; a multiple of kv_block_tokens.
+    prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut in chunks of the last.
+    kv_block_tokens: tokens of one block of the attention loop.
+    dtype: activations and dense weights, float32 or bfloat16.
+    expert_format: storage of routed experts.
+    layer_loop: "unrolled" (fast steps) or "scanned" (fast compilation).
+    sampling: how tokens are drawn.
+  """
+
+  batch_size: int = 1
+  context_tokens: int = 512
+  prefill_buckets: tuple[int, ...] = (64,)
+  kv_block_tokens: int = 128
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  expert_format: ExpertFormat = "float32"
+  layer_loop: Literal["unrolled", "scanned"] = "unrolled"
+  sampling: SamplingSpec = SamplingSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSpec:
+  """The accelerator that a plan is made for.
+
+  Attributes:
+    memory_bytes: device memory that may be used; 0 means whatever the device has.
+    usable_frac: share of memory_bytes that the plan may fill.
+    host_memory_bytes: pinned host memory that may be used; 0 means without limit.
+  """
+
+  memory_bytes: int = 0
+  usable_frac: float = 0.95
+  host_memory_bytes: int = 0

@@ -1,0 +1,29 @@
+"""Model families: how each published config and key set maps to our specs and arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from moecore_jax.families import deepseek_v3
+from moecore_jax.families.keymap import KeyMap
+from moecore_jax.specs import ModelSpec
+
+_FAMILIES = {deepseek_v3.MODEL_TYPE: deepseek_v3}
+
+
+def model_spec(config: Mapping[str, Any]) -> ModelSpec:
+  """Returns the ModelSpec of a published config.json.
+
+  Raises:
+    ValueError: the model type is not supported, or a field is missing or wrong.
+  """
+  model_type = config.get("model_type")
+  if model_type not in _FAMILIES:
+    raise ValueError(
+      f"config.json: model_type {model_type!r} is not one of {', '.join(sorted(_FAMILIES))}"
+    )
+  return _FAMILIES[model_type].model_spec(config)
+
+
+def key_map(spec: ModelSpec) -> KeyMap:
+  """Returns the rules from published keys to the arrays of `spec`."""
+  return _FAMILIES[spec.family].key_map(spec)

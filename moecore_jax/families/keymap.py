@@ -1,0 +1,102 @@
+"""How a published checkpoint maps to our arrays: explicit rules from published keys, never a guess from a shape."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+Path = tuple[str | int, ...]
+"""Path of a parameter in the pure dict of the dense parameters, e.g. ("layers", 3, "mlp_norm", "scale")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseRule:
+  """One dense parameter.
+
+  Attributes:
+    target: where it goes.
+    sources: published keys it is made of.
+    make: maps the sources' arrays, in order, to the parameter.
+  """
+
+  target: Path
+  sources: tuple[str, ...]
+  make: Callable[..., np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertRule:
+  """One routed expert.
+
+  Attributes:
+    bank: "experts" or "mtp_experts".
+    group: index of the expert group.
+    row: row of the group's bank.
+    sources: published keys it is made of.
+    make: maps the sources' arrays, in order, to (gate_up [D, 2F], down [F, D]).
+  """
+
+  bank: str
+  group: int
+  row: int
+  sources: tuple[str, ...]
+  make: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyMap:
+  """All rules of one checkpoint.
+
+  Attributes:
+    dense: rules of the dense parameters, each target once.
+    experts: rules of the routed experts, each row once.
+    skipped: published keys that are known and not needed, with the reason.
+    shapes: expected shape of every source key.
+  """
+
+  dense: tuple[DenseRule, ...]
+  experts: tuple[ExpertRule, ...]
+  skipped: Mapping[str, str]
+  shapes: Mapping[str, tuple[int, ...]]
+
+
+def keep(x: np.ndarray) -> np.ndarray:
+  """The parameter as published."""
+  return x
+
+
+def transpose(x: np.ndarray) -> np.ndarray:
+  """A published [out, in] matrix as our [in, out] kernel."""
+  return x.T
+
+
+def stack_gate_up(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+  """Published gate and up [F, D] as one kernel [D, 2F]."""
+  return np.concatenate([gate, up], axis=0).T
+
+
+def expert_arrays(
+  gate: np.ndarray, up: np.ndarray, down: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Published gate, up [F, D] and down [D, F] as (gate_up [D, 2F], down [F, D])."""
+  return stack_gate_up(gate, up), down.T
+
+
+def check_sources(keymap: KeyMap, published: Sequence[str]) -> None:
+  """Checks that the published keys are exactly those that the rules consume or skip.
+
+  Raises:
+    ValueError: keys are missing or unknown; names the first few.
+  """
+  wanted = set(keymap.shapes)
+  missing, unknown = (
+    sorted(wanted - set(published)),
+    sorted(set(published) - wanted - set(keymap.skipped)),
+  )
+  problems = [
+    f"{len(keys)} {what}, e.g. {', '.join(keys[:3])}"
+    for what, keys in (("tensors are missing", missing), ("tensors are unknown", unknown))
+    if keys
+  ]
+  if problems:
+    raise ValueError(f"checkpoint does not match its config.json: {'; '.join(problems)}")

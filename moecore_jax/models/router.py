@@ -1,0 +1,72 @@
+"""The router: selection scores, the chosen experts and their mixing weights."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from moecore_jax.specs import RouterSpec
+
+
+class Routing(NamedTuple):
+  """What a router says of T tokens.
+
+  Attributes:
+    selection_scores: float32 [T, N], the numbers whose top-k decides; -inf where group-limited routing masks an expert.
+    topk_ids: int32 [T, A], chosen experts by falling selection score.
+    topk_weights: float32 [T, A], mixing weights; they carry no selection bias.
+  """
+
+  selection_scores: jax.Array
+  topk_ids: jax.Array
+  topk_weights: jax.Array
+
+
+class SelectionBias(nnx.Variable):
+  """Per-expert bias of the selection scores; balanced by the trainer, never by a gradient."""
+
+
+class Router(nnx.Module):
+  """Sigmoid router with selection bias and optional groups, in float32.
+
+  Source: DeepSeek-V3 (2024), sections 2.1.2 and 2.1.3.
+  """
+
+  def __init__(self, spec: RouterSpec, embed_dim: int, rngs: nnx.Rngs):
+    self.spec = spec
+    init = nnx.initializers.lecun_normal()
+    self.kernel = nnx.Param(init(rngs.params(), (embed_dim, spec.num_experts), jnp.float32))
+    self.bias = SelectionBias(jnp.zeros((spec.num_experts,), jnp.float32))
+
+  def __call__(self, h: jax.Array) -> Routing:
+    """Routes tokens.
+
+    Args:
+      h: [T, D], the normed stream.
+
+    Returns:
+      Routing of the T tokens.
+    """
+    spec = self.spec
+    logits = jnp.matmul(h.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
+    scores = jax.nn.sigmoid(logits)
+    selection = scores + self.bias[...][None, :]
+    if spec.num_groups > 1:
+      selection = _keep_best_groups(selection, spec)
+    _, topk_ids = lax.top_k(selection, spec.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
+    if spec.norm_topk:
+      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(selection, topk_ids, weights * spec.scale)
+
+
+def _keep_best_groups(selection: jax.Array, spec: RouterSpec) -> jax.Array:
+  """Masks with -inf all but the best `topk_groups` groups; a group's worth is the sum of its two largest scores."""
+  tokens = selection.shape[0]
+  grouped = selection.reshape(tokens, spec.num_groups, -1)
+  worth = lax.top_k(grouped, 2)[0].sum(-1)  # [T, G]
+  _, best = lax.top_k(worth, spec.topk_groups)
+  kept = jnp.any(best[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
+  return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(selection.shape)

@@ -1,0 +1,211 @@
+"""The decoder: layers, expert banks and head as one nnx tree, and its whole-sequence forward pass.
+
+The tree defines parameters and layer mathematics only. Inference splits it, `nnx.split(model, HostExpert, ...)`, passes plain
+pytrees through jit, and merges inside the trace; see moecore_jax.runtime.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moecore_jax.models.attention.mla import MLAttention
+from moecore_jax.models.experts import RoutedExperts, run_all_at_once
+from moecore_jax.models.layers import SwiGLU, linear, rms_norm
+from moecore_jax.models.router import Router, Routing
+from moecore_jax.specs import DenseSpec, ExpertFormat, LayerSpec, ModelSpec
+
+
+class MoEBlock(nnx.Module):
+  """Router and shared expert of one layer; the routed experts belong to the group's RoutedExperts."""
+
+  def __init__(self, spec: LayerSpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    moe = spec.mlp
+    self.router = Router(moe.router, embed_dim, rngs)
+    self.shared = SwiGLU(embed_dim, moe.shared_dim, dtype, rngs) if moe.shared_dim else None
+
+  def add_shared(self, routed: jax.Array, h: jax.Array) -> jax.Array:
+    """Returns routed [T, D] plus the shared expert's output for h [T, D]."""
+    return routed if self.shared is None else routed + self.shared(h)
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm attention and a dense or mixture-of-experts block."""
+
+  def __init__(self, spec: LayerSpec, embed_dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.attention_norm = rms_norm(embed_dim, eps, dtype, rngs)
+    self.attention = MLAttention(spec.attention, embed_dim, dtype, rngs)
+    self.mlp_norm = rms_norm(embed_dim, eps, dtype, rngs)
+    if isinstance(spec.mlp, DenseSpec):
+      self.mlp = SwiGLU(embed_dim, spec.mlp.hidden_dim, dtype, rngs)
+    else:
+      self.mlp = MoEBlock(spec, embed_dim, dtype, rngs)
+
+  @property
+  def is_moe(self) -> bool:
+    return isinstance(self.mlp, MoEBlock)
+
+
+class ForwardOut(NamedTuple):
+  """Results of a whole-sequence pass.
+
+  Attributes:
+    logits: float32 [B, T, V].
+    hidden: [B, T, D], the stream after the final norm.
+    routings: one Routing of B * T tokens for each MoE layer.
+    loads: int32 [N] for each MoE layer, tokens that chose each expert.
+  """
+
+  logits: jax.Array
+  hidden: jax.Array
+  routings: tuple[Routing, ...]
+  loads: tuple[jax.Array, ...]
+
+
+class MTPLayer(nnx.Module):
+  """One multi-token-prediction depth: merges the stream with the next token's embedding and runs a decoder layer.
+
+  Source: DeepSeek-V3 (2024), section 2.2.
+  """
+
+  def __init__(self, spec: LayerSpec, embed_dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.embed_norm = rms_norm(embed_dim, eps, dtype, rngs)
+    self.hidden_norm = rms_norm(embed_dim, eps, dtype, rngs)
+    self.merge_proj = linear(2 * embed_dim, embed_dim, dtype, rngs)
+    self.block = DecoderLayer(spec, embed_dim, eps, dtype, rngs)
+    self.final_norm = rms_norm(embed_dim, eps, dtype, rngs)
+
+  def merge(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
+    """Returns the block's input [B, T, D] from next-token embeddings and the hidden states below, both [B, T, D]."""
+    return self.merge_proj(
+      jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
+    )
+
+
+class Transformer(nnx.Module):
+  """A decoder-only MoE language model.
+
+  Args:
+    spec: shapes.
+    dtype: activations and dense parameters; router parameters are float32 always.
+    expert_format: storage of the routed experts.
+    rngs: initialises parameters.
+  """
+
+  def __init__(
+    self,
+    spec: ModelSpec,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    expert_format: ExpertFormat = "float32",
+    rngs: nnx.Rngs,
+  ):
+    self.spec, self.dtype = spec, dtype
+    dim, eps = spec.embed_dim, spec.rms_norm_eps
+    self.embed = nnx.Embed(spec.vocab_size, dim, dtype=dtype, param_dtype=dtype, rngs=rngs)
+    self.layers = nnx.List([DecoderLayer(layer, dim, eps, dtype, rngs) for layer in spec.layers])
+    self.experts = nnx.List(
+      [RoutedExperts(g, expert_format, dtype, rngs) for g in spec.expert_groups]
+    )
+    self.norm = rms_norm(dim, eps, dtype, rngs)
+    self.lm_head = None if spec.tie_embeddings else linear(dim, spec.vocab_size, dtype, rngs)
+    self.mtp = nnx.List([MTPLayer(layer, dim, eps, dtype, rngs) for layer in spec.mtp_layers])
+    self.mtp_experts = nnx.List(
+      [RoutedExperts(g, expert_format, dtype, rngs) for g in spec.mtp_expert_groups]
+    )
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """Maps final-norm hidden states [..., D] to float32 logits [..., V]."""
+    logits = self.embed.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+    return logits.astype(jnp.float32)
+
+  def __call__(self, tokens: jax.Array, capacity_factor: float | None = None) -> ForwardOut:
+    """Runs whole sequences without a cache.
+
+    Args:
+      tokens: int32 [B, T].
+      capacity_factor: tokens an expert takes, as a multiple of the mean; None drops nothing.
+
+    Returns:
+      ForwardOut.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x, routings, loads = self.embed(tokens), [], []
+    for i, layer in enumerate(self.layers):
+      if layer.is_moe:
+        group, index = self.spec.group_of(i)
+        x, routing, load = moe_layer(
+          layer, self.experts[group], index, x, positions, capacity_factor
+        )
+        routings.append(routing)
+        loads.append(load)
+      else:
+        x = x + layer.attention(layer.attention_norm(x), positions)
+        x = x + layer.mlp(layer.mlp_norm(x))
+    hidden = self.norm(x)
+    return ForwardOut(self.logits(hidden), hidden, tuple(routings), tuple(loads))
+
+  def draft(
+    self,
+    depth: int,
+    hidden: jax.Array,
+    next_tokens: jax.Array,
+    positions: jax.Array,
+    capacity_factor: float | None = None,
+  ) -> ForwardOut:
+    """Runs MTP depth `depth` over whole sequences.
+
+    Args:
+      depth: index of the MTP layer.
+      hidden: [B, T, D], `ForwardOut.hidden` of the depth below (of the main model for depth 0).
+      next_tokens: int32 [B, T], the token that follows each position of `hidden`'s own input.
+      positions: int32 [B, T], rotary positions.
+      capacity_factor: as in `__call__`.
+
+    Returns:
+      ForwardOut; its logits predict the token after `next_tokens`.
+    """
+    mtp = self.mtp[depth]
+    group = next(
+      g for g, members in enumerate(self.spec.mtp_expert_groups) if depth in members.layers
+    )
+    index = self.spec.mtp_expert_groups[group].index_of(depth)
+    x = mtp.merge(self.embed(next_tokens), hidden)
+    x, routing, load = moe_layer(
+      mtp.block, self.mtp_experts[group], index, x, positions, capacity_factor
+    )
+    hidden = mtp.final_norm(x)
+    return ForwardOut(self.logits(hidden), hidden, (routing,), (load,))
+
+
+def moe_layer(
+  layer: DecoderLayer,
+  experts: RoutedExperts,
+  index: int,
+  x: jax.Array,
+  positions: jax.Array,
+  capacity_factor: float | None,
+) -> tuple[jax.Array, Routing, jax.Array]:
+  """Runs one MoE layer over whole sequences with all its experts fetched.
+
+  Args:
+    layer: the decoder layer.
+    experts: bank of its group.
+    index: position of the layer in the group.
+    x: stream [B, T, D].
+    positions: int32 [B, T].
+    capacity_factor: tokens an expert takes, as a multiple of the mean; None drops nothing.
+
+  Returns:
+    The stream [B, T, D], the routing of the B * T tokens, and int32 [N] tokens that chose each expert.
+  """
+  x = x + layer.attention(layer.attention_norm(x), positions)
+  h = layer.mlp_norm(x).reshape(-1, x.shape[-1])
+  routing = layer.mlp.router(h)
+  capacity = h.shape[0]
+  if capacity_factor is not None:
+    mean = h.shape[0] * routing.topk_ids.shape[1] / routing.selection_scores.shape[1]
+    capacity = min(capacity, max(1, round(capacity_factor * mean)))
+  routed, load = run_all_at_once(h, routing, *experts.layer_weights(index), capacity)
+  return x + layer.mlp.add_shared(routed, h).reshape(x.shape), routing, load

@@ -1,0 +1,24 @@
+"""The replacement policies under the names that a configuration uses."""
+
+from moecore_jax.residency import lru, rhac
+from moecore_jax.residency.base import Policy
+from moecore_jax.specs import PolicyName, ResidencySpec, RhacSpec
+
+__all__ = ["Policy", "make_policy"]
+
+
+def make_policy(spec: ResidencySpec | PolicyName, rhac_spec: RhacSpec | None = None) -> Policy:
+  """Returns the policy of a residency spec, or of a name and, for `rhac`, its settings.
+
+  Raises:
+    ValueError: unknown name, or settings outside their range.
+  """
+  if isinstance(spec, ResidencySpec):
+    return make_policy(spec.policy, spec.rhac)
+  factories = {
+    "rhac": lambda: rhac.rhac(rhac_spec or RhacSpec()),
+    "lru": lru.lru,
+  }
+  if spec not in factories:
+    raise ValueError(f"policy is {spec!r}, expected one of {', '.join(factories)}")
+  return factories[spec]()

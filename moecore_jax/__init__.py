@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from moecore_jax.config import RunConfig, load_config
+  from moecore_jax.config import RunConfig
+  from moecore_jax.config_loading import load_config
   from moecore_jax.runtime.engine import Completion, Engine, Request, RequestMetrics
 
 __version__ = "0.1.0"
@@ -29,7 +30,7 @@ __all__ = [
 
 _HOMES = {
   "RunConfig": "moecore_jax.config",
-  "load_config": "moecore_jax.config",
+  "load_config": "moecore_jax.config_loading",
   "Completion": "moecore_jax.runtime.engine",
   "Engine": "moecore_jax.runtime.engine",
   "Request": "moecore_jax.runtime.engine",

@@ -1,0 +1,28 @@
+"""The demo model: 32 experts a layer in host memory, 8 of them on the device.
+
+    moecore eval --config=configs/demo.py --workdir=/tmp/moecore-demo
+    moecore generate --config=configs/demo.py:lod --domain=math --prompt="..."
+
+Presets: none (MoE-CORE, load on demand and all resident are compared), `moecore`, `lod`,
+  `all_resident` (that system alone).
+"""
+
+from moecore_jax.config import SYSTEMS, EngineConfig, EvalConfig, ResidencyConfig, RunConfig
+
+
+def get_config(preset: str = "") -> RunConfig:
+  """Returns the config of a preset, "" for the comparison of all systems."""
+  config = RunConfig(
+    residency=ResidencyConfig(policy="rhac", slots_per_layer=8),
+    engine=EngineConfig(
+      batch_size=4, context_tokens=256, prefill_buckets=(32, 128), kv_block_tokens=128
+    ),
+    eval=EvalConfig(tasks=("math", "qa", "code", "agent"), systems=SYSTEMS, items_per_task=32),
+  )
+  if not preset:
+    return config
+  if preset not in SYSTEMS:
+    raise ValueError(f"preset {preset!r} is unknown; choose one of {', '.join(SYSTEMS)}")
+  config = config.for_system(preset)
+  config.eval.systems = (preset,)
+  return config

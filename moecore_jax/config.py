@@ -1,0 +1,383 @@
+"""What a run is told: a tree of mutable dataclasses, validated and frozen into specs.
+
+A file in `configs/` returns a `RunConfig`; the command line overrides single fields
+(`--config.residency.policy=lru`); `RunConfig.freeze` checks every field against the model and gives
+the hashable specs that programs are compiled for. A field that may be left open has an empty value
+("", 0 or ()) with a stated meaning, never None.
+
+A *system* is a way of serving a model that an evaluation compares: `moecore` (as configured), `lod`
+(load on demand, the baseline) and `all_resident` (every expert on the device, the upper bound).
+"""
+
+import copy
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from moecore_jax import specs
+
+POLICIES: tuple[str, ...] = typing.get_args(specs.PolicyName)
+EXPERT_FORMATS: tuple[str, ...] = typing.get_args(specs.ExpertFormat)
+SYSTEMS = ("moecore", "lod", "all_resident")
+
+
+@dataclasses.dataclass
+class ModelConfig:
+  """Which model is run.
+
+  Attributes:
+    checkpoint: folder of a converted (Orbax) or published (safetensors) checkpoint; empty: the demo
+      model.
+    published_config: content of a published config.json, for programs that need shapes but no
+      weights; empty: the checkpoint's own.
+  """
+
+  checkpoint: str = ""
+  published_config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class RhacConfig:
+  """Settings of the policy `rhac`, unused by the others; meanings and units as in `specs.RhacSpec`.
+
+  Attributes:
+    window: decoded tokens in the recent-frequency window, 1..32.
+    decay: decay of the moving average per decoded token, 0 <= decay < 1.
+    frequency_weight: weight of the recent frequency, >= 0.
+    average_weight: weight of the moving average, >= 0.
+    score_weight: weight of the current router score, >= 0.
+    age_weight: weight of the age, which is subtracted, >= 0.
+    age_cap: ages are counted up to this many tokens; 0: without limit.
+  """
+
+  window: int = 16
+  decay: float = 0.98
+  frequency_weight: float = 0.0
+  average_weight: float = 3.0
+  score_weight: float = 0.0
+  age_weight: float = 0.5
+  age_cap: int = 0
+
+
+@dataclasses.dataclass
+class ResidencyConfig:
+  """Which experts stay on the device.
+
+  Attributes:
+    policy: which expert leaves a full cache: rhac, lru, lfu, fifo, random, or static (none does).
+    slots_per_layer: experts of each MoE layer that the device holds, 1..num_experts; unused where
+      `slots` is set.
+    slots: the same for each MoE layer by itself, in layer order; empty: `slots_per_layer`
+      everywhere.
+    all_resident: hold every expert on the device; `slots` and `slots_per_layer` are then unused.
+    rhac: settings of the policy `rhac`.
+    reset_between_requests: empty the cache before each request instead of keeping what is resident.
+  """
+
+  policy: str = "rhac"
+  slots_per_layer: int = 8
+  slots: tuple[int, ...] = ()
+  all_resident: bool = False
+  rhac: RhacConfig = dataclasses.field(default_factory=RhacConfig)
+  reset_between_requests: bool = False
+
+
+@dataclasses.dataclass
+class EngineConfig:
+  """Shapes and formats of the compiled programs.
+
+  Attributes:
+    batch_size: requests decoded together, >= 1.
+    context_tokens: capacity of one request, prompt and output together; a multiple of
+      kv_block_tokens, at most the model's context.
+    prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut
+      in chunks of the last.
+    kv_block_tokens: tokens of one block of the attention loop, >= 1.
+    dtype: activations and dense weights, float32 or bfloat16.
+    expert_format: storage of routed experts, float32 or bfloat16.
+    layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).
+  """
+
+  batch_size: int = 1
+  context_tokens: int = 512
+  prefill_buckets: tuple[int, ...] = (64,)
+  kv_block_tokens: int = 128
+  dtype: str = "float32"
+  expert_format: str = "float32"
+  layer_loop: str = "unrolled"
+
+
+@dataclasses.dataclass
+class SamplingConfig:
+  """How the next token is drawn.
+
+  Attributes:
+    temperature: 0 is greedy, >= 0.
+    top_k: draw among this many likeliest tokens; 0: among all.
+    top_p: draw among the likeliest tokens that together have this probability, 0 < top_p <= 1.
+    seed: seed of the random numbers, >= 0.
+  """
+
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  seed: int = 0
+
+
+@dataclasses.dataclass
+class DeviceConfig:
+  """The accelerator's memory.
+
+  Attributes:
+    memory_bytes: device memory that may be used; 0: whatever the device has.
+    usable_frac: share of memory_bytes that may be filled, 0 < usable_frac <= 1.
+    host_memory_bytes: pinned host memory that may be used; 0: without limit.
+  """
+
+  memory_bytes: int = 0
+  usable_frac: float = 0.95
+  host_memory_bytes: int = 0
+
+
+@dataclasses.dataclass
+class EvalConfig:
+  """The batch evaluation.
+
+  Attributes:
+    tasks: names of the tasks, run one after another.
+    systems: systems compared, of moecore, lod and all_resident; each answers every item.
+    items_per_task: the first so many items of each task; 0: all.
+    max_new_tokens: cap on the tokens of an answer; 0: each item's own.
+  """
+
+  tasks: tuple[str, ...] = ("math", "qa", "code", "agent")
+  systems: tuple[str, ...] = SYSTEMS
+  items_per_task: int = 0
+  max_new_tokens: int = 0
+
+
+@dataclasses.dataclass
+class TrainConfig:
+  """Training from scratch.
+
+  Attributes:
+    seed: seed of initialisation, text and order, >= 0.
+  """
+
+  seed: int = 0
+
+
+@dataclasses.dataclass
+class RunConfig:
+  """Everything that a run can be told.
+
+  Attributes:
+    model: which model is run.
+    residency: which experts stay on the device.
+    engine: shapes and formats of the compiled programs.
+    sampling: how the next token is drawn.
+    device: the accelerator's memory.
+    eval: the batch evaluation.
+    train: training from scratch.
+  """
+
+  model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+  residency: ResidencyConfig = dataclasses.field(default_factory=ResidencyConfig)
+  engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+  sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+  device: DeviceConfig = dataclasses.field(default_factory=DeviceConfig)
+  eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+  train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+  def validate(self) -> None:
+    """Checks what can be checked without a model.
+
+    Raises:
+      ValueError: a field has the wrong type or is out of range; says which, what was got, expected,
+        and what to do.
+    """
+    for name, kind, value in leaves(self):
+      _check_type(name, kind, value)
+    res, eng, rhac = self.residency, self.engine, self.residency.rhac
+    _one_of("residency.policy", res.policy, POLICIES)
+    _at_least("residency.slots_per_layer", res.slots_per_layer, 1)
+    for i, slots in enumerate(res.slots):
+      _at_least(f"residency.slots[{i}]", slots, 1)
+    _within("residency.rhac.window", rhac.window, 1, 32)
+    if not 0 <= rhac.decay < 1:
+      raise _fault("residency.rhac.decay", rhac.decay, "0 <= decay < 1", "try 0.98")
+    for name in ("frequency_weight", "average_weight", "score_weight", "age_weight", "age_cap"):
+      _at_least(f"residency.rhac.{name}", getattr(rhac, name), 0)
+    _at_least("engine.batch_size", eng.batch_size, 1)
+    _at_least("engine.kv_block_tokens", eng.kv_block_tokens, 1)
+    _at_least("engine.context_tokens", eng.context_tokens, 1)
+    block = eng.kv_block_tokens
+    if eng.context_tokens % block:
+      expected = f"a multiple of engine.kv_block_tokens = {block}"
+      fix = f"use {-(-eng.context_tokens // block) * block}"
+      raise _fault("engine.context_tokens", eng.context_tokens, expected, fix)
+    buckets = eng.prefill_buckets
+    if not buckets or buckets[0] < 1 or list(buckets) != sorted(set(buckets)):
+      raise _fault("engine.prefill_buckets", buckets, "ascending positive lengths", "try (64,)")
+    if buckets[-1] > eng.context_tokens:
+      expected = f"lengths up to engine.context_tokens = {eng.context_tokens}"
+      raise _fault("engine.prefill_buckets", buckets, expected, "drop the longer ones")
+    _one_of("engine.dtype", eng.dtype, ("float32", "bfloat16"))
+    _one_of("engine.expert_format", eng.expert_format, EXPERT_FORMATS)
+    _one_of("engine.layer_loop", eng.layer_loop, ("unrolled", "scanned"))
+    _at_least("sampling.temperature", self.sampling.temperature, 0)
+    _at_least("sampling.top_k", self.sampling.top_k, 0)
+    _share("sampling.top_p", self.sampling.top_p)
+    _within("sampling.seed", self.sampling.seed, 0, 2**31 - 1)
+    _at_least("device.memory_bytes", self.device.memory_bytes, 0)
+    _share("device.usable_frac", self.device.usable_frac)
+    _at_least("device.host_memory_bytes", self.device.host_memory_bytes, 0)
+    for name in ("tasks", "systems"):
+      names = getattr(self.eval, name)
+      if not names or len(set(names)) < len(names):
+        raise _fault(f"eval.{name}", names, "distinct names, at least one", "list each once")
+    for system in self.eval.systems:
+      _one_of("eval.systems", system, SYSTEMS)
+    _at_least("eval.items_per_task", self.eval.items_per_task, 0)
+    _at_least("eval.max_new_tokens", self.eval.max_new_tokens, 0)
+
+  def freeze(
+    self, model_spec: specs.ModelSpec
+  ) -> tuple[specs.ResidencySpec, specs.EngineSpec, specs.DeviceSpec]:
+    """Validates every field, against the model too, and gives the specs of programs.
+
+    Args:
+      model_spec: the model that will be run.
+
+    Returns:
+      The residency with one number of slots for each MoE layer, the engine, and the device.
+
+    Raises:
+      ValueError: as `validate`; or the slots or the context do not fit the model.
+    """
+    self.validate()
+    if self.engine.context_tokens > model_spec.max_context_tokens:
+      expected = f"at most {model_spec.max_context_tokens}, the model's context"
+      raise _fault("engine.context_tokens", self.engine.context_tokens, expected, "lower it")
+    sampling = specs.SamplingSpec(**_fields(self.sampling))
+    engine = specs.EngineSpec(**_fields(self.engine), sampling=sampling)
+    return self._freeze_residency(model_spec), engine, specs.DeviceSpec(**_fields(self.device))
+
+  def _freeze_residency(self, model_spec: specs.ModelSpec) -> specs.ResidencySpec:
+    res = self.residency
+    experts = [_num_experts(model_spec, layer) for layer in model_spec.moe_layers]
+    if res.all_resident:
+      slots = tuple(experts)
+    elif res.slots:
+      slots = res.slots
+      if len(slots) != len(experts):
+        expected = f"one number for each of the {len(experts)} MoE layers"
+        raise _fault("residency.slots", slots, expected, "or set residency.slots_per_layer")
+    else:
+      slots = (res.slots_per_layer,) * len(experts)
+    for i, (have, most) in enumerate(zip(slots, experts, strict=True)):
+      if have > most:
+        name = f"residency.slots[{i}]" if res.slots else "residency.slots_per_layer"
+        expected = f"1..{most}, the experts of MoE layer {i}"
+        raise _fault(name, have, expected, "lower it, or set residency.all_resident")
+    return specs.ResidencySpec(
+      policy=typing.cast(specs.PolicyName, res.policy),
+      slots=slots,
+      rhac=specs.RhacSpec(**_fields(res.rhac)),
+      reset_between_requests=res.reset_between_requests,
+    )
+
+  def for_system(self, system: str) -> "RunConfig":
+    """Returns a copy that serves the same model as another system, on one expert budget.
+
+    Args:
+      system: `moecore` (as configured), `lod` (LRU, the same total of slots spread uniformly) or
+        `all_resident`.
+
+    Raises:
+      ValueError: the system is unknown.
+    """
+    _one_of("eval.systems", system, SYSTEMS)
+    config = copy.deepcopy(self)
+    res = config.residency
+    if system == "lod":
+      res.policy = "lru"
+      if res.slots:
+        res.slots_per_layer = sum(res.slots) // len(res.slots)
+        res.slots = ()
+    elif system == "all_resident":
+      res.all_resident = True
+    return config
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the tree as nested dicts of JSON types, tuples as lists."""
+    return _plain(dataclasses.asdict(self))
+
+
+def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+  """Yields (dotted name, annotated type, value) of each leaf of a tree of dataclasses."""
+  for field in dataclasses.fields(config):
+    name, value = prefix + field.name, getattr(config, field.name)
+    if dataclasses.is_dataclass(field.type):
+      if not isinstance(value, typing.cast(type, field.type)):
+        raise _fault(name, value, f"a {field.type.__name__}", "change its fields instead")
+      yield from leaves(value, name + ".")
+    else:
+      yield name, field.type, value
+
+
+def _fields(config: Any) -> dict[str, Any]:
+  return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {key: _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(item) for item in value]
+  return value
+
+
+def _num_experts(model_spec: specs.ModelSpec, layer: int) -> int:
+  group, _ = model_spec.group_of(layer)
+  return model_spec.expert_groups[group].num_experts
+
+
+def _check_type(name: str, kind: Any, value: Any) -> None:
+  if typing.get_origin(kind) is tuple:
+    element = typing.get_args(kind)[0]
+    if not isinstance(value, tuple) or not all(_is_a(item, element) for item in value):
+      raise _fault(name, value, f"a tuple of {element.__name__}", "write (a, b) or (a,)")
+  elif not _is_a(value, typing.get_origin(kind) or kind):
+    raise _fault(name, value, f"a value of type {kind.__name__}", "correct its type")
+
+
+def _is_a(value: Any, kind: type) -> bool:
+  if isinstance(value, bool):
+    return kind is bool
+  return isinstance(value, int | float if kind is float else kind)
+
+
+def _fault(field: str, got: object, expected: str, next_step: str) -> ValueError:
+  return ValueError(f"config field {field}: got {got!r}, expected {expected}; {next_step}")
+
+
+def _one_of(field: str, got: str, known: tuple[str, ...]) -> None:
+  if got not in known:
+    raise _fault(field, got, "one of " + ", ".join(known), "choose one of these")
+
+
+def _at_least(field: str, got: float, least: int) -> None:
+  if not got >= least:
+    raise _fault(field, got, f"at least {least}", "raise it")
+
+
+def _within(field: str, got: float, least: int, most: int) -> None:
+  if not least <= got <= most:
+    raise _fault(field, got, f"{least}..{most}", "choose a value in this range")
+
+
+def _share(field: str, got: float) -> None:
+  if not 0 < got <= 1:
+    raise _fault(field, got, "a share above 0 and at most 1", "choose a value in this range")

@@ -1,6 +1,6 @@
 """The replacement policies under the names that a configuration uses."""
 
-from moecore_jax.residency import lru, rhac
+from moecore_jax.residency import fifo, lfu, lru, random, rhac, static
 from moecore_jax.residency.base import Policy
 from moecore_jax.specs import PolicyName, ResidencySpec, RhacSpec
 
@@ -18,6 +18,10 @@ def make_policy(spec: ResidencySpec | PolicyName, rhac_spec: RhacSpec | None = N
   factories = {
     "rhac": lambda: rhac.rhac(rhac_spec or RhacSpec()),
     "lru": lru.lru,
+    "lfu": lfu.lfu,
+    "fifo": fifo.fifo,
+    "random": random.random,
+    "static": static.static,
   }
   if spec not in factories:
     raise ValueError(f"policy is {spec!r}, expected one of {', '.join(factories)}")

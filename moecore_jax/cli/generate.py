@@ -1,0 +1,59 @@
+"""`moecore generate`: streams the completion of one prompt, then its latencies and hit rate."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from moecore_jax.cli import options
+from moecore_jax.evaluation.results import write_atomic
+from moecore_jax.runtime.engine import Engine, Request
+
+ABOUT = """Streams the completion of a prompt, then prints its TTFT, TPOT and hit rate."""
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the verb.
+
+  Args:
+    argv: the arguments after the verb.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    ValueError: the prompt, the domain or the config is not what it should be.
+  """
+  values = options.parse("generate", ABOUT, argv, _define, required=("prompt",))
+  config, domain = values["config"].value, values["domain"].value
+  _check_domain(domain, config)
+  engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
+  request = Request("prompt", values["prompt"].value, values["max_new_tokens"].value, domain)
+  (completion,) = engine.generate([request], on_token=_print_piece)
+  if completion.error is not None:
+    raise ValueError(completion.error)
+  metrics = completion.metrics
+  tpot = "-" if metrics.tpot_ms is None else f"{metrics.tpot_ms:.2f} ms"
+  print(
+    f"\n\nTTFT {metrics.ttft_ms:.2f} ms, TPOT {tpot}, hit rate {metrics.hit_rate:.3f}, "
+    f"{metrics.prompt_tokens} prompt + {metrics.output_tokens} output tokens, "
+    f"ended by {completion.finish_reason}"
+  )
+  if values["json"].value:
+    result = json.dumps(dataclasses.asdict(completion), indent=1)
+    write_atomic(Path(values["json"].value), result + "\n")
+  return 0
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_string("prompt", None, "the text to complete", flag_values=values)
+  flags.DEFINE_string("domain", None, "domain of the prompt, such as math", flag_values=values)
+  flags.DEFINE_integer(
+    "max_new_tokens", 64, "longest completion in tokens", lower_bound=1, flag_values=values
+  )
+
+
+def _print_piece(_: str, piece: str) -> None:
+  print(piece, end="", flush=True)

@@ -1,0 +1,75 @@
+"""Flags of one verb: its own, and a config where it takes one."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from absl import flags
+
+from moecore_jax.config import RunConfig, leaves
+from moecore_jax.config_loading import define_config_flag, parse_flags
+
+
+def parse(
+  verb: str,
+  about: str,
+  argv: Sequence[str],
+  define: Callable[[flags.FlagValues], None],
+  use_config: bool = True,
+  required: Sequence[str] = (),
+) -> flags.FlagValues:
+  """Parses the arguments of a verb; `--help` prints what it takes and exits.
+
+  Args:
+    verb: the verb's name.
+    about: what it does, printed by `--help`.
+    argv: the arguments after the verb.
+    define: adds the verb's flags to the set it is given.
+    use_config: the verb takes `--config` and its overrides.
+    required: names of flags that must be given a value.
+
+  Returns:
+    The parsed flags; `values["config"].value` is a validated RunConfig.
+
+  Raises:
+    ValueError: a flag is unknown, missing or malformed.
+  """
+  argv = [f"moecore {verb}", *argv]
+  values = flags.FlagValues()
+  define(values)
+  flags.DEFINE_string(
+    "json", None, "write the machine-readable result to this file", flag_values=values
+  )
+  if use_config:
+    define_config_flag(values, argv)
+  if any(word in ("--help", "-h", "-help") for word in argv):
+    _help(verb, about, values, use_config)
+  parse_flags(values, argv)
+  for name in required:
+    if not values[name].value:
+      raise ValueError(f"--{name}={name.upper()} is missing; see moecore {verb} --help")
+  if values["json"].value and not os.path.isdir(os.path.dirname(values["json"].value) or "."):
+    raise ValueError(f"--json={values['json'].value}: its folder does not exist; create it first")
+  return values
+
+
+def _help(verb: str, about: str, values: flags.FlagValues, use_config: bool) -> NoReturn:
+  lines = [about.strip(), "", f"usage: moecore {verb} --name=value ...", ""]
+  for name in sorted(values):
+    default = values[name].default
+    suffix = f" (default {default!r})" if default not in (None, "") else ""
+    lines.append(f"  --{name}: {values[name].help}{suffix}")
+  if use_config:
+    lines += [
+      "",
+      "Fields of the config, overridden by --config.FIELD=VALUE (defaults before FILE):",
+    ]
+    lines += [
+      f"  {name} = {value!r}"
+      for name, _, value in leaves(RunConfig())
+      if name != "model.published_config"
+    ]
+    lines += ["", "Their meanings: pydoc moecore_jax.config"]
+  print("\n".join(lines))
+  sys.exit(0)

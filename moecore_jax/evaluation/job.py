@@ -1,0 +1,140 @@
+"""The batch evaluation: every item of every task, answered by every system, once, whatever happens.
+
+For each system in turn an engine is built and answers the tasks one after another. Each answer is
+logged with the counters that the engine advanced by since the answer before it; so the figures of a
+run that was killed and resumed count the work of all its processes, each part once.
+"""
+
+import dataclasses
+import gc
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from moecore_jax.config import RunConfig
+from moecore_jax.evaluation import metrics, tasks
+from moecore_jax.evaluation.results import ResultLog
+from moecore_jax.runtime.engine import Engine, Request
+
+OpenEngine = Callable[[str | None, RunConfig], Engine]
+
+
+def run(
+  config: RunConfig, workdir: Path, open_engine: OpenEngine = Engine.from_checkpoint
+) -> dict[str, Any]:
+  """Runs, or goes on with, a batch evaluation.
+
+  Args:
+    config: the run; `config.eval` names the tasks and systems.
+    workdir: folder of the results, see `evaluation.results`.
+    open_engine: builds the engine of a checkpoint (None: the demo model) and a config.
+
+  Returns:
+    The content of metrics.json, see `metrics.summarize`.
+
+  Raises:
+    ValueError: the config does not fit the model, a task is unknown, or the workdir is not usable.
+      Nothing was written.
+  """
+  config.validate()
+  items = {task: _load(task, config) for task in config.eval.tasks}
+  asked = _asked(config, items)
+  engines = {}
+  if not (workdir / "config.json").exists():
+    # Refuses a config that does not fit the model before anything is written.
+    first = config.eval.systems[0]
+    engines[first] = _open(config, first, open_engine)
+    for system in config.eval.systems:
+      config.for_system(system).freeze(engines[first].model_spec)
+  with ResultLog(workdir, asked) as log:
+    process = 1 + max((row["process"] for row in log.rows), default=0)
+    total = len(config.eval.systems) * sum(map(len, items.values()))
+    with tqdm(total=total, initial=len(log.rows), unit="item") as progress:
+      for system in config.eval.systems:
+        pending = _pending(items, log.rows, system)
+        if not any(pending.values()):
+          continue
+        engine = engines.pop(system, None) or _open(config, system, open_engine)
+        log.write("systems.json", {**(log.read("systems.json") or {}), system: _describe(engine)})
+        for task, left in pending.items():
+          progress.set_description(f"{system} {task}")
+          for row in _answer(engine, left, config):
+            log.append({"system": system, "task": task, **row, "process": process})
+            progress.update()
+        del engine
+        gc.collect()  # frees the pool and the bank before the next system allocates its own
+    summary = metrics.summarize(log.rows, log.read("systems.json"), config.eval)
+    log.write("metrics.json", summary)
+  return summary
+
+
+def _load(task: str, config: RunConfig) -> list[tasks.Item]:
+  items = tasks.load_items(task)[: config.eval.items_per_task or None]
+  ids = [item.id for item in items]
+  if len(set(ids)) < len(ids):
+    raise ValueError(f"task {task}: two items have one id; make the ids distinct")
+  return items
+
+
+def _asked(config: RunConfig, items: Mapping[str, Sequence[tasks.Item]]) -> dict[str, Any]:
+  """Returns everything that determines the answers."""
+  plain = config.to_dict()
+  del plain["train"]
+  if config.model.checkpoint:
+    plain["model"]["checkpoint"] = os.path.abspath(config.model.checkpoint)
+  digests = {
+    task: hashlib.sha256(json.dumps([dataclasses.asdict(i) for i in part]).encode()).hexdigest()
+    for task, part in items.items()
+  }
+  return {"format": 1, **plain, "items": digests}
+
+
+def _pending(
+  items: Mapping[str, Sequence[tasks.Item]], rows: Sequence[Mapping[str, Any]], system: str
+) -> dict[str, list[tasks.Item]]:
+  done = {(row["task"], row["id"]) for row in rows if row["system"] == system}
+  return {task: [i for i in part if (task, i.id) not in done] for task, part in items.items()}
+
+
+def _open(config: RunConfig, system: str, open_engine: OpenEngine) -> Engine:
+  return open_engine(config.model.checkpoint or None, config.for_system(system))
+
+
+def _describe(engine: Engine) -> dict[str, Any]:
+  """Returns what of an engine goes into systems.json."""
+  spec = engine.model_spec
+  experts_per_tok = [
+    spec.expert_groups[spec.group_of(layer)[0]].num_experts_per_tok for layer in spec.moe_layers
+  ]
+  return {"memory_bytes": engine.memory_report(), "experts_per_tok": experts_per_tok}
+
+
+def _answer(
+  engine: Engine, items: Sequence[tasks.Item], config: RunConfig
+) -> Iterator[dict[str, Any]]:
+  """Yields a row for each item as it is answered."""
+  by_id = {item.id: item for item in items}
+  cap = config.eval.max_new_tokens
+  requests = [
+    Request(i.id, i.prompt, cap or i.max_new_tokens, domain=i.domain, stop=tuple(i.stop))
+    for i in items
+  ]
+  before = engine.counters()
+  for completion in engine.generate(requests):
+    after = engine.counters()
+    yield {
+      "id": completion.id,
+      "text": completion.text,
+      "score": float(tasks.score(by_id[completion.id], completion.text)),
+      "finish_reason": completion.finish_reason,
+      "error": completion.error,
+      "metrics": dataclasses.asdict(completion.metrics),
+      "counters": {name: np.subtract(after[name], before[name]).tolist() for name in after},
+    }
+    before = after

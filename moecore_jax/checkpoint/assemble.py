@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moecore_jax.families.keymap import KeyMap
+from moecore_jax.checkpoint.template import BANK_NAMES, expert_groups
+from moecore_jax.families.keymap import KeyMap, Path
+from moecore_jax.models.experts import bank_layout
+from moecore_jax.quantization.formats import expert_bytes, pack
+from moecore_jax.specs import ExpertFormat, ModelSpec
+
+MIN_CHUNK_BYTES = 8 << 20
+MAX_CHUNK_BYTES = 256 << 20
 
 ReadTensor = Callable[[str], np.ndarray]
 """Reads one published tensor by its key; the implementation checks dtype, shape and finiteness."""
@@ -21,14 +28,20 @@ class ExpertRow(NamedTuple):
   down: np.ndarray
 
 
+def dense_leaves(keymap: KeyMap, read: ReadTensor) -> Iterator[tuple[Path, np.ndarray]]:
+  """Yields (path, array in the published dtype) of the dense parameters, one at a time."""
+  for rule in keymap.dense:
+    yield rule.target, rule.make(*map(read, rule.sources))
+
+
 def dense_params(keymap: KeyMap, read: ReadTensor) -> dict[str, Any]:
   """Returns the dense parameters as a nested dict of NumPy arrays in the published dtype."""
   params: dict = {}
-  for rule in keymap.dense:
+  for path, array in dense_leaves(keymap, read):
     node = params
-    for part in rule.target[:-1]:
+    for part in path[:-1]:
       node = node.setdefault(part, {})
-    node[rule.target[-1]] = rule.make(*map(read, rule.sources))
+    node[path[-1]] = array
   return params
 
 
@@ -37,3 +50,54 @@ def expert_rows(keymap: KeyMap, read: ReadTensor) -> Iterator[ExpertRow]:
   for rule in sorted(keymap.experts, key=lambda r: (r.bank, r.group, r.row)):
     gate_up, down = rule.make(*map(read, rule.sources))
     yield ExpertRow(rule.bank, rule.group, rule.row, gate_up, down)
+
+
+class BankChunk(NamedTuple):
+  """Consecutive rows of one bank, as stored.
+
+  Attributes:
+    bank: "experts" or "mtp_experts".
+    group: index of the expert group.
+    start: first row.
+    arrays: {"gate_up", "down"}, each [rows, ...] of the bank's storage dtype, in NumPy.
+  """
+
+  bank: str
+  group: int
+  start: int
+  arrays: dict[str, np.ndarray]
+
+
+def rows_per_chunk(rows: int, row_bytes: int) -> int:
+  """Returns how many rows move together: about 1/64 of the bank, within 8 MB and 256 MB, at least one row.
+
+  A load has a few chunks in memory beside the bank itself, so that this bounds its peak.
+  """
+  target = min(max(rows * row_bytes // 64, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+  return min(rows, max(1, target // row_bytes))
+
+
+def expert_chunks(
+  keymap: KeyMap, read: ReadTensor, spec: ModelSpec, fmt: ExpertFormat
+) -> Iterator[BankChunk]:
+  """Yields all banks in the given format, chunk by chunk; the arrays of a chunk belong to the receiver."""
+  experts = expert_rows(keymap, read)
+  for bank in BANK_NAMES:
+    for g, group in enumerate(expert_groups(spec, bank)):
+      layout = bank_layout(group, fmt)
+      row_bytes = expert_bytes(group.embed_dim, group.expert_dim, fmt)
+      step = rows_per_chunk(group.num_rows, row_bytes)
+      for start in range(0, group.num_rows, step):
+        count = min(step, group.num_rows - start)
+        arrays = {
+          name: np.empty((count, *shape[1:]), dtype) for name, (shape, dtype) in layout.items()
+        }
+        for i in range(count):
+          expert = next(experts)
+          if (expert.bank, expert.group, expert.row) != (bank, g, start + i):
+            raise AssertionError(f"rule {expert[:3]} follows {(bank, g, start + i - 1)}")
+          arrays["gate_up"][i] = pack(expert.gate_up, fmt)
+          arrays["down"][i] = pack(expert.down, fmt)
+          del expert
+        yield BankChunk(bank, g, start, arrays)
+        del arrays

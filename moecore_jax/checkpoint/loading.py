@@ -1,0 +1,146 @@
+"""Loads a checkpoint: dense parameters to the device, expert banks straight into pinned host memory."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moecore_jax import memory
+from moecore_jax.checkpoint import assemble, template
+from moecore_jax.checkpoint.published import PublishedCheckpoint
+from moecore_jax.models.experts import ExpertArrays
+from moecore_jax.specs import ExpertFormat, ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+  """A model in memory.
+
+  Attributes:
+    spec: its shapes.
+    params: dense parameters, a nested dict of arrays in device memory, with the paths of the model's nnx state.
+    banks: {"gate_up", "down"} of each of `spec.expert_groups`, in pinned host memory.
+    mtp_banks: likewise of each of `spec.mtp_expert_groups`.
+    tokenizer_path: the folder's tokenizer.json, or None.
+    fingerprint: names the weights; the same for a published folder and for what it was converted to.
+  """
+
+  spec: ModelSpec
+  params: dict[str, Any]
+  banks: tuple[ExpertArrays, ...]
+  mtp_banks: tuple[ExpertArrays, ...]
+  tokenizer_path: str | None
+  fingerprint: str
+
+
+def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
+  """Loads a published-format or a converted folder.
+
+  Beside the bank itself, a few chunks of at most 256 MB and one dense weight are in host memory at a time.
+
+  Args:
+    path: the folder.
+    dtype: dense parameters; the routers stay float32.
+    expert_format: storage of the banks.
+
+  Raises:
+    ValueError: the folder is missing, corrupt or does not match its config, or the bank does not fit pinned host memory;
+      names the file and the tensor.
+  """
+  return _load_published(PublishedCheckpoint(path), dtype, expert_format)
+
+
+def _load_published(checkpoint: PublishedCheckpoint, dtype: jnp.dtype, fmt: ExpertFormat) -> Loaded:
+  banks = bank_template(checkpoint.spec, fmt)
+  wanted = template.dense_template(checkpoint.spec, dtype)
+  params = place_dense(assemble.dense_leaves(checkpoint.keymap, checkpoint.read), wanted)
+  chunks = assemble.expert_chunks(checkpoint.keymap, checkpoint.read, checkpoint.spec, fmt)
+  filled = fill_banks(chunks, banks)
+  return loaded(checkpoint.folder, checkpoint.spec, params, filled, checkpoint.fingerprint())
+
+
+def bank_template(spec: ModelSpec, fmt: ExpertFormat) -> dict[str, tuple[dict[str, Any], ...]]:
+  """Returns template.bank_template after checking that pinned host memory can hold it.
+
+  Raises:
+    ValueError: it cannot.
+  """
+  banks = template.bank_template(spec, fmt)
+  memory.check_host_limit(template.total_bytes(banks))
+  return banks
+
+
+def loaded(
+  folder: pathlib.Path,
+  spec: ModelSpec,
+  params: dict[str, Any],
+  banks: dict[str, tuple[ExpertArrays, ...]],
+  fingerprint: str,
+) -> Loaded:
+  """Puts the pieces together."""
+  tokenizer = folder / "tokenizer.json"
+  return Loaded(
+    spec=spec,
+    params=params,
+    banks=banks["experts"],
+    mtp_banks=banks["mtp_experts"],
+    tokenizer_path=str(tokenizer) if tokenizer.is_file() else None,
+    fingerprint=fingerprint,
+  )
+
+
+def place_dense(
+  leaves: Iterable[tuple[tuple[str | int, ...], np.ndarray]], wanted: dict[str, Any]
+) -> dict[str, Any]:
+  """Puts dense parameters on the device, one at a time.
+
+  Args:
+    leaves: (path, array in NumPy) of every parameter; released one by one.
+    wanted: nested dict of ShapeDtypeStruct with shardings.
+
+  Returns:
+    The nested dict of arrays.
+  """
+  params: dict[str, Any] = {}
+  for path, array in leaves:
+    node, at = params, wanted
+    for part in path[:-1]:
+      node, at = node.setdefault(part, {}), at[part]
+    leaf = at[path[-1]]
+    host = np.array(
+      array, leaf.dtype, order="C"
+    )  # a copy of its own: a device on the host may keep it
+    node[path[-1]] = jax.device_put(host, leaf.sharding)
+    node[path[-1]].block_until_ready()
+  template.check_against(params, wanted)
+  return params
+
+
+def fill_banks(
+  chunks: Iterable[assemble.BankChunk], wanted: dict[str, tuple[dict[str, Any], ...]]
+) -> dict[str, tuple[ExpertArrays, ...]]:
+  """Allocates the banks in pinned host memory and writes the chunks into them as they come.
+
+  Each chunk is waited for: writes that queue up would hold all their chunks at once.
+
+  Args:
+    chunks: cover every row of every bank once, bank by bank in row order.
+    wanted: ShapeDtypeStructs with shardings.
+
+  Returns:
+    The filled banks, structured as `wanted`.
+  """
+  banks = {name: tuple({} for _ in groups) for name, groups in wanted.items()}
+  for chunk in chunks:
+    arrays = banks[chunk.bank][chunk.group]
+    for name, leaf in wanted[chunk.bank][chunk.group].items():
+      if chunk.start == 0:
+        arrays[name] = memory.zeros_on_host(leaf.shape, leaf.dtype)
+      arrays[name] = memory.write_rows(arrays[name], chunk.arrays.pop(name), np.int32(chunk.start))
+      arrays[name].block_until_ready()
+  template.check_against(banks, wanted)
+  return banks

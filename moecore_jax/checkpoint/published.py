@@ -1,0 +1,174 @@
+"""Reads a checkpoint folder as published: config.json and model.safetensors, or shards with an index.
+
+Every key is checked against the family's key map before the first weight is read; every weight is checked when it is read.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moecore_jax import families
+from moecore_jax.checkpoint import safetensors_file
+from moecore_jax.families.keymap import KeyMap, check_sources
+from moecore_jax.specs import ModelSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FINGERPRINT_BYTES = 4096
+
+
+class PublishedCheckpoint:
+  """An open published folder.
+
+  Attributes:
+    folder: the folder.
+    spec: the model.
+    keymap: rules from published keys to our arrays.
+    tensors: {key: Entry} of all shards.
+  """
+
+  folder: pathlib.Path
+  spec: ModelSpec
+  keymap: KeyMap
+  tensors: Mapping[str, safetensors_file.Entry]
+
+  def __init__(self, path: str | pathlib.Path):
+    """Opens a folder and checks its config, files, keys, shapes and dtypes; reads no weights.
+
+    Raises:
+      ValueError: anything is missing, corrupt or does not match; names the file and the tensor.
+    """
+    self.folder = pathlib.Path(path)
+    if not self.folder.is_dir():
+      raise ValueError(f"{self.folder}: the checkpoint folder does not exist")
+    self.spec = read_spec(self.folder)
+    self.keymap = families.key_map(self.spec)
+    self.tensors = _tensors(self.folder)
+    try:
+      check_sources(self.keymap, list(self.tensors))
+    except ValueError as error:
+      raise ValueError(f"{self.folder}: {error}") from None
+    for key, shape in self.keymap.shapes.items():
+      entry = self.tensors[key]
+      if entry.dtype not in safetensors_file.DTYPES:
+        expected = f"one of {', '.join(safetensors_file.DTYPES)}"
+        raise ValueError(f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected {expected}")
+      if entry.shape != tuple(shape):
+        raise ValueError(
+          f"{entry.file}: tensor {key}: shape is {entry.shape}, config.json expects {tuple(shape)}"
+        )
+    self._samples: dict[str, bytes] = {}
+
+  def read(self, key: str) -> np.ndarray:
+    """Reads one tensor, in its published dtype and shape.
+
+    Raises:
+      ValueError: the tensor cannot be read or has NaN or infinite values.
+    """
+    array = safetensors_file.read_tensor(key, self.tensors[key])
+    self._samples[key] = array.reshape(-1).view(np.uint8)[:_FINGERPRINT_BYTES].tobytes()
+    return array
+
+  def dtype_of(self, key: str) -> np.dtype:
+    """Returns the dtype in which a tensor is published."""
+    return safetensors_file.DTYPES[self.tensors[key].dtype]
+
+  def fingerprint(self) -> str:
+    """Returns a hash of config.json and of each read tensor's name, dtype, shape and first 4096 bytes.
+
+    It tells one set of weights from another, whatever the shards are; call it after all tensors have been read.
+    """
+    digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+    for key in sorted(self._samples):
+      entry = self.tensors[key]
+      digest.update(f"{key} {entry.dtype} {entry.shape}\n".encode())
+      digest.update(self._samples[key])
+    return digest.hexdigest()
+
+
+def read_spec(folder: pathlib.Path) -> ModelSpec:
+  """Reads the model described by a folder's config.json.
+
+  Raises:
+    ValueError: the file is missing, is not JSON, or describes no supported model.
+  """
+  file = folder / "config.json"
+  config = read_json(file)
+  try:
+    return families.model_spec(config)
+  except ValueError as error:
+    raise ValueError(f"{folder}: {error}") from None
+  except (AttributeError, KeyError, TypeError) as error:
+    raise ValueError(f"{file}: a field is missing or malformed: {error!r}") from None
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object.
+
+  Raises:
+    ValueError: the file is missing, unreadable or not a JSON object.
+  """
+  try:
+    value = json.loads(file.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    raise ValueError(f"{file}: the file is missing") from None
+  except OSError as error:
+    raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+  except ValueError as error:
+    raise ValueError(f"{file}: is not JSON: {error}") from None
+  if not isinstance(value, dict):
+    raise ValueError(f"{file}: is not a JSON object")
+  return value
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, safetensors_file.Entry]:
+  if (folder / SINGLE_FILE).exists():
+    return safetensors_file.read_header(_inside(folder, SINGLE_FILE))
+  if not (folder / INDEX_FILE).exists():
+    raise ValueError(_no_weights(folder))
+  file = folder / INDEX_FILE
+  weight_map = read_json(file).get("weight_map")
+  if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+    raise ValueError(f"{file}: weight_map does not map tensors to files")
+  tensors: dict[str, safetensors_file.Entry] = {}
+  for shard in sorted(set(weight_map.values())):
+    for key, entry in safetensors_file.read_header(_inside(folder, shard)).items():
+      if key in tensors:
+        raise ValueError(f"{folder}: tensor {key} is in both {tensors[key].file.name} and {shard}")
+      if weight_map.get(key) != shard:
+        raise ValueError(
+          f"{entry.file}: tensor {key}: the index says it is in {weight_map.get(key)}"
+        )
+      tensors[key] = entry
+  for key, shard in weight_map.items():
+    if key not in tensors:
+      raise ValueError(f"{folder / shard}: tensor {key} is missing, the index says it is there")
+  return tensors
+
+
+def _inside(folder: pathlib.Path, name: str) -> pathlib.Path:
+  """Returns the path of a weight file, which must lie in the folder (or in the blobs of a download cache's snapshot)."""
+  file = folder / name
+  if pathlib.PurePath(name).suffix in _PICKLES:
+    raise ValueError(f"{file}: is a pickle, which is never read; expected safetensors")
+  roots = [folder.resolve()]
+  if roots[0].parent.name == "snapshots":
+    roots.append(roots[0].parent.parent / "blobs")
+  if not any(file.resolve().is_relative_to(root) for root in roots):
+    raise ValueError(f"{folder}: weight file {name!r} is outside the checkpoint folder")
+  return file
+
+
+def _no_weights(folder: pathlib.Path) -> str:
+  names = sorted(p.name for p in folder.iterdir())
+  pickles = [n for n in names if n.endswith(_PICKLES)]
+  if pickles:
+    return f"{folder / pickles[0]}: is a pickle, which is never read; expected {SINGLE_FILE}"
+  if any(n.endswith(".safetensors") for n in names):
+    return f"{folder / INDEX_FILE}: the index of the shards is missing"
+  return f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}"

@@ -1,0 +1,160 @@
+"""Reads one safetensors file with plain reads, so that what has been read does not stay mapped in the process.
+
+Layout: eight bytes, the little-endian length of a JSON header; the header, {key: {dtype, shape, data_offsets}} with offsets
+counted from its own end; the data, without gaps. Nothing else is accepted, and nothing is ever unpickled.
+
+Source: the safetensors format description.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import struct
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype] = {
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of weights that are read, by their safetensors names."""
+
+_HEADER_LIMIT_BYTES = 100_000_000
+_EXPONENT_BITS = {
+  "F32": (np.uint32, 0x7F800000),
+  "F16": (np.uint16, 0x7C00),
+  "BF16": (np.uint16, 0x7F80),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """Where one tensor lies: file, dtype name, shape, and byte range [start, start + num_bytes) of the file."""
+
+  file: pathlib.Path
+  dtype: str
+  shape: tuple[int, ...]
+  start: int
+  num_bytes: int
+
+
+def read_header(file: pathlib.Path) -> dict[str, Entry]:
+  """Reads and checks the header of a file.
+
+  Returns:
+    {key: Entry}.
+
+  Raises:
+    ValueError: the file is missing, truncated, or not in this format; names file and tensor.
+  """
+  try:
+    with open(file, "rb") as f:
+      size = os.fstat(f.fileno()).st_size
+      length, header = _header(file, f.read(8), f, size)
+  except FileNotFoundError:
+    raise ValueError(f"{file}: the file is missing; download the checkpoint again") from None
+  except OSError as error:
+    raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+  header.pop("__metadata__", None)
+  base, end, entries = 8 + length, 0, {}
+  for key, fields in sorted(header.items(), key=lambda item: _begin(file, *item)):
+    entry = _entry(file, key, fields, base)
+    if entry.start != base + end:
+      raise ValueError(f"{file}: tensor {key}: starts at byte {entry.start}, expected {base + end}")
+    end += entry.num_bytes
+    entries[key] = entry
+  if size != base + end:
+    what = "truncated" if size < base + end else "longer than its header says"
+    raise ValueError(
+      f"{file}: the file is {what}: {size} bytes, expected {base + end}; download it again"
+    )
+  return entries
+
+
+def read_tensor(key: str, entry: Entry) -> np.ndarray:
+  """Reads one tensor.
+
+  Returns:
+    Array of the published dtype and shape.
+
+  Raises:
+    ValueError: the dtype is not one of DTYPES, the file has become shorter, or a value is NaN or infinite.
+  """
+  if entry.dtype not in DTYPES:
+    raise ValueError(
+      f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected one of {', '.join(DTYPES)}"
+    )
+  data = np.empty(entry.shape, DTYPES[entry.dtype])
+  flat = data.reshape(-1).view(np.uint8)
+  try:
+    with open(entry.file, "rb", buffering=0) as f:
+      f.seek(entry.start)
+      got = 0
+      while got < entry.num_bytes:
+        count = f.readinto(memoryview(flat)[got:])
+        if not count:
+          raise ValueError(
+            f"{entry.file}: tensor {key}: the file ends after {got} of {entry.num_bytes} bytes"
+          )
+        got += count
+  except OSError as error:
+    raise ValueError(f"{entry.file}: tensor {key}: cannot be read: {error.strerror}") from None
+  word, exponent = _EXPONENT_BITS[entry.dtype]
+  if ((data.reshape(-1).view(word) & word(exponent)) == word(exponent)).any():
+    raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
+  return data
+
+
+def _header(file: pathlib.Path, prefix: bytes, f: Any, size: int) -> tuple[int, dict[str, Any]]:
+  if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+    raise ValueError(f"{file}: is a pickle, which is never read; expected safetensors")
+  length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+  if not 2 <= length <= _HEADER_LIMIT_BYTES:
+    raise ValueError(f"{file}: is not a safetensors file: its header has {length} bytes")
+  if size < 8 + length:
+    raise ValueError(f"{file}: the file is truncated: it ends within its header; download it again")
+  try:
+    header = json.loads(f.read(length), object_pairs_hook=_no_duplicates)
+  except ValueError as error:
+    raise ValueError(f"{file}: is not a safetensors file: its header is corrupt: {error}") from None
+  if not isinstance(header, dict):
+    raise ValueError(f"{file}: is not a safetensors file: its header is not an object")
+  return length, header
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  result = dict(pairs)
+  if len(result) < len(pairs):
+    keys = [key for key, _ in pairs]
+    raise ValueError(f"tensor {next(k for k in keys if keys.count(k) > 1)} is listed twice")
+  return result
+
+
+def _begin(file: pathlib.Path, key: str, fields: Any) -> tuple[int, int]:
+  try:
+    begin, end = fields["data_offsets"]
+    return int(begin), int(end)
+  except (KeyError, TypeError, ValueError):
+    raise ValueError(f"{file}: tensor {key}: its header entry is corrupt") from None
+
+
+def _entry(file: pathlib.Path, key: str, fields: dict[str, Any], base: int) -> Entry:
+  begin, end = _begin(file, key, fields)
+  dtype, shape = fields.get("dtype"), fields.get("shape")
+  if (
+    not isinstance(dtype, str)
+    or not isinstance(shape, list)
+    or not all(type(n) is int and n >= 0 for n in shape)
+    or not 0 <= begin <= end
+  ):
+    raise ValueError(f"{file}: tensor {key}: its header entry is corrupt")
+  if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+    raise ValueError(
+      f"{file}: tensor {key}: shape {shape} of {dtype} does not fill its {end - begin} bytes"
+    )
+  return Entry(file, dtype, tuple(shape), base + begin, end - begin)

@@ -1,0 +1,89 @@
+"""Memory kinds, placements in them, and their limits.
+
+Two kinds of memory matter: the device's own, and host memory that the device reads directly ("pinned_host"). An array's kind is
+part of its type: operations never mix kinds, and data crosses only by `jax.device_put` inside a program.
+"""
+
+import functools
+import math
+import os
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+
+MemoryKind = Literal["device", "pinned_host"]
+
+CUDA_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+CUDA_HOST_LIMIT_DEFAULT_GB = 64
+
+
+def placement(kind: MemoryKind, device: jax.Device | None = None) -> SingleDeviceSharding:
+  """Returns the sharding that puts an array into one kind of memory of a device (None: the default device)."""
+  return SingleDeviceSharding(device or default_device(), memory_kind=kind)
+
+
+def default_device() -> jax.Device:
+  """Returns the device on which programs run when nothing else is asked for."""
+  return jax.config.jax_default_device or jax.local_devices()[0]
+
+
+def num_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
+  """Returns the bytes of an array."""
+  return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def zeros_on_host(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  """Allocates zeros in pinned host memory.
+
+  The placement is made inside the program: an array that `jit(out_shardings=...)` returns claims to be on the device.
+  """
+  return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_rows(bank: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+  """Overwrites rows of an array in pinned host memory, in place.
+
+  Args:
+    bank: [R, ...] in pinned host memory; donated.
+    rows: [n, ...] of the same dtype, on the host or on the device.
+    start: int32 scalar, the first row to write; start + n <= R.
+
+  Returns:
+    bank with rows start .. start + n - 1 replaced, in pinned host memory.
+  """
+  rows = jax.device_put(rows, jax.memory.Space.Host)
+  return lax.dynamic_update_slice_in_dim(bank, rows, start, axis=0)
+
+
+def check_host_limit(needed_bytes: int, backend: str | None = None) -> None:
+  """Checks that pinned host memory of this backend can hold an allocation.
+
+  On CUDA it is a pool whose cap is set by an environment variable before the process starts.
+
+  Args:
+    needed_bytes: bytes of everything that will be put there.
+    backend: name of the platform; None: the default one.
+
+  Raises:
+    ValueError: the pool is too small; names the variable and the value it needs.
+  """
+  if (backend or jax.default_backend()) not in ("gpu", "cuda"):
+    return
+  text = os.environ.get(CUDA_HOST_LIMIT_VARIABLE, str(CUDA_HOST_LIMIT_DEFAULT_GB))
+  try:
+    limit_gb = float(text)
+  except ValueError:
+    raise ValueError(
+      f"environment variable {CUDA_HOST_LIMIT_VARIABLE}: got {text!r}, expected a number of GB"
+    ) from None
+  if needed_bytes > limit_gb * 1e9:
+    raise ValueError(
+      f"the expert bank needs {needed_bytes / 1e9:.1f} GB of pinned host memory, CUDA's pool is capped at {limit_gb:g} GB; "
+      f"set {CUDA_HOST_LIMIT_VARIABLE}={math.ceil(needed_bytes * 1.05 / 1e9)} before starting"
+    )

@@ -1,0 +1,1 @@
+"""Batch evaluation: tasks, scoring, the resumable job and its figures."""

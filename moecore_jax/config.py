@@ -319,8 +319,8 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
   """Yields (dotted name, annotated type, value) of each leaf of a tree of dataclasses."""
   for field in dataclasses.fields(config):
     name, value = prefix + field.name, getattr(config, field.name)
-    if dataclasses.is_dataclass(field.type):
-      if not isinstance(value, typing.cast(type, field.type)):
+    if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+      if not isinstance(value, field.type):
         raise _fault(name, value, f"a {field.type.__name__}", "change its fields instead")
       yield from leaves(value, name + ".")
     else:

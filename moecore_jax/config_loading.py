@@ -36,7 +36,7 @@ def load_config(config: str, overrides: Sequence[str] = ()) -> RunConfig:
   argv = ["load_config", f"--config={config}", *(f"--config.{item}" for item in overrides)]
   define_config_flag(values, argv)
   parse_flags(values, argv)
-  return values["config"].value
+  return values.config
 
 
 def define_config_flag(values: flags.FlagValues, argv: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ def parse_flags(values: flags.FlagValues, argv: Sequence[str]) -> None:
   if len(rest) > 1:
     raise ValueError(f"unexpected argument {rest[1]!r}; options are written --name=value")
   if "config" in values:
-    config = values["config"].value
+    config = values.config
     if not isinstance(config, RunConfig):
       raise ValueError(f"{path}: get_config() gave a {type(config).__name__}, expected a RunConfig")
     _split_words(config)

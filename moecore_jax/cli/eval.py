@@ -30,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     The exit code.
   """
   values = options.parse("eval", ABOUT, argv, _define, required=("workdir",))
-  summary = job.run(values["config"].value, Path(values["workdir"].value))
-  if values["json"].value:
-    write_atomic(Path(values["json"].value), json.dumps(summary, indent=1) + "\n")
+  summary = job.run(values.config, Path(values.workdir))
+  if values.json:
+    write_atomic(Path(values.json), json.dumps(summary, indent=1) + "\n")
   print(table.evaluation(summary))
   failed = sum(row["num_errors"] for row in summary["results"])
   if failed:

@@ -27,10 +27,10 @@ def main(argv: Sequence[str]) -> int:
     ValueError: the prompt, the domain or the config is not what it should be.
   """
   values = options.parse("generate", ABOUT, argv, _define, required=("prompt",))
-  config, domain = values["config"].value, values["domain"].value
+  config, domain = values.config, values.domain
   _check_domain(domain, config)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
-  request = Request("prompt", values["prompt"].value, values["max_new_tokens"].value, domain)
+  request = Request("prompt", values.prompt, values.max_new_tokens, domain)
   (completion,) = engine.generate([request], on_token=_print_piece)
   if completion.error is not None:
     raise ValueError(completion.error)
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
     f"{metrics.prompt_tokens} prompt + {metrics.output_tokens} output tokens, "
     f"ended by {completion.finish_reason}"
   )
-  if values["json"].value:
+  if values.json:
     result = json.dumps(dataclasses.asdict(completion), indent=1)
-    write_atomic(Path(values["json"].value), result + "\n")
+    write_atomic(Path(values.json), result + "\n")
   return 0
 
 

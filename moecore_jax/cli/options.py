@@ -30,7 +30,7 @@ def parse(
     required: names of flags that must be given a value.
 
   Returns:
-    The parsed flags; `values["config"].value` is a validated RunConfig.
+    The parsed flags; `values.config` is a validated RunConfig.
 
   Raises:
     ValueError: a flag is unknown, missing or malformed.
@@ -49,8 +49,8 @@ def parse(
   for name in required:
     if not values[name].value:
       raise ValueError(f"--{name}={name.upper()} is missing; see moecore {verb} --help")
-  if values["json"].value and not os.path.isdir(os.path.dirname(values["json"].value) or "."):
-    raise ValueError(f"--json={values['json'].value}: its folder does not exist; create it first")
+  if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
+    raise ValueError(f"--json={values.json}: its folder does not exist; create it first")
   return values
 
 

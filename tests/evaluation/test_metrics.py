@@ -1,0 +1,68 @@
+"""Figures of logged answers, worked out by hand."""
+
+import pytest
+
+from moecore_jax.config import EvalConfig
+from moecore_jax.evaluation import metrics
+
+MEMORY = {"device": {"expert_slots": 10}, "host": {"expert_bank": 40}}
+
+
+def _row(task, system, score, e2el, tpot, counters, error=None, process=1):
+  names = ("decode_invocations", "decode_hits", "decode_misses", "decode_moved_bytes")
+  zero = {"prefill_moved_bytes": [1_000_000, 0]}
+  return {
+    "task": task,
+    "system": system,
+    "score": score,
+    "error": error,
+    "process": process,
+    "metrics": {
+      "ttft_ms": 5.0,
+      "tpot_ms": tpot,
+      "e2el_ms": e2el,
+      "prompt_tokens": 3,
+      "output_tokens": 2,
+    },
+    "counters": {**dict(zip(names, counters, strict=True)), **zero},
+  }
+
+
+def test_figures():
+  """Two layers of fan-outs 2 and 4; the second row comes from a second process."""
+  rows = [
+    _row("math", "lod", 1.0, 10.0, 4.0, ([4, 8], [3, 2], [1, 6], [500_000, 3_000_000])),
+    _row("math", "lod", 0.0, 30.0, None, ([2, 4], [2, 1], [0, 3], [0, 1_500_000]), "bad", 2),
+  ]
+  config = EvalConfig(tasks=("math",), systems=("lod",))
+  systems = {"lod": {"memory_bytes": MEMORY, "experts_per_tok": [2, 4]}}
+  summary = metrics.summarize(rows, systems, config)
+  assert summary["memory_bytes"] == {"lod": MEMORY}
+  (row,) = summary["results"]
+  assert (row["task"], row["system"], row["n"], row["num_errors"]) == ("math", "lod", 2, 1)
+  assert row["accuracy"] == 0.5
+  assert row["e2el_ms"] == {"mean": 20.0, "p50": 20.0, "p95": pytest.approx(29.0)}
+  assert row["tpot_ms"] == {"mean": 4.0, "p50": 4.0, "p95": 4.0}
+  assert (row["prompt_tokens"], row["output_tokens"]) == (6, 4)
+  assert row["hit_rate"] == pytest.approx(8 / 18)
+  assert row["misses_per_token"] == pytest.approx(10 / 3)
+  assert row["moved_mb_per_token"] == pytest.approx(5 / 3)
+  assert row["prefill_moved_mb_per_request"] == 1.0
+  assert row["num_processes"] == 2
+  assert row["layers"]["decode_misses"] == [1, 9]
+
+
+def test_rows_are_kept_apart_and_in_order():
+  none = ([0, 0],) * 4
+  rows = [_row(t, s, 1.0, 1.0, None, none) for s in ("moecore", "lod") for t in ("qa", "math")]
+  systems = {s: {"memory_bytes": MEMORY, "experts_per_tok": [2, 2]} for s in ("moecore", "lod")}
+  config = EvalConfig(tasks=("math", "qa"), systems=("moecore", "lod"))
+  results = metrics.summarize(rows, systems, config)["results"]
+  assert [(r["task"], r["system"], r["n"]) for r in results] == [
+    ("math", "moecore", 1),
+    ("math", "lod", 1),
+    ("qa", "moecore", 1),
+    ("qa", "lod", 1),
+  ]
+  assert {r["hit_rate"] for r in results} == {None}
+  assert {r["tpot_ms"] for r in results} == {None}

@@ -1,10 +1,13 @@
-"""Frozen, hashable descriptions of a model, its residency and its engine: data only, the lowest tier.
+"""Frozen, hashable descriptions of a model, its residency and its engine: data only, the lowest
+tier.
 
-A spec says what something is, in numbers; it never holds arrays, opens files or imports modules of this package. Specs are
-static arguments of jitted functions, so two equal specs share one compiled program.
+A spec says what something is, in numbers; it never holds arrays, opens files or imports modules of
+this package. Specs are static arguments of jitted functions, so two equal specs share one compiled
+program.
 
-Vocabulary: a *MoE layer* is a decoder layer with routed experts; an *expert group* is the set of layers whose routed experts
-have one shape, and therefore share one bank in host memory and one slot pool on the device.
+Vocabulary: a *MoE layer* is a decoder layer with routed experts; an *expert group* is the set of
+layers whose routed experts have one shape, and therefore share one bank in host memory and one slot
+pool on the device.
 """
 
 import dataclasses
@@ -12,7 +15,9 @@ import functools
 from typing import Literal
 
 ExpertFormat = Literal["float32", "bfloat16"]
-"""Storage format of a routed expert: float32 as it is, every other format packed in uint32 words."""
+"""Storage format of a routed expert: float32 as it is, every other format packed in uint32
+words.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +83,9 @@ class DenseSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-  """A mixture-of-experts block: routed experts of width `expert_dim`, one shared expert of `shared_dim` (0: none)."""
+  """A mixture-of-experts block: routed experts of width `expert_dim`, one shared expert of
+  `shared_dim` (0: none).
+  """
 
   router: RouterSpec
   expert_dim: int
@@ -113,7 +120,9 @@ class ExpertGroup:
 
   @property
   def num_rows(self) -> int:
-    """Rows of the group's bank: one for each expert of each layer, row = index_of(layer) * num_experts + expert."""
+    """Rows of the group's bank: one for each expert of each layer, row = index_of(layer) *
+    num_experts + expert.
+    """
     return len(self.layers) * self.num_experts
 
   @property
@@ -206,7 +215,8 @@ class ResidencySpec:
 
   Attributes:
     policy: replacement policy.
-    slots: decode slots K_l of each MoE layer, in layer order; the length is the number of MoE layers.
+    slots: decode slots K_l of each MoE layer, in layer order; the length is the number of MoE
+      layers.
     rhac: settings of the policy `rhac`, unused by the others.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
@@ -219,7 +229,9 @@ class ResidencySpec:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSpec:
-  """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch those filters off."""
+  """How the next token is drawn. temperature 0 is greedy; top_k 0 and top_p 1 switch those filters
+  off.
+  """
 
   temperature: float = 0.0
   top_k: int = 0
@@ -233,8 +245,10 @@ class EngineSpec:
 
   Attributes:
     batch_size: rows decoded together (B).
-    context_tokens: capacity of a row's KV cache, prompt and output together; a multiple of kv_block_tokens.
-    prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut in chunks of the last.
+    context_tokens: capacity of a row's KV cache, prompt and output together; a multiple of
+      kv_block_tokens.
+    prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut
+      in chunks of the last.
     kv_block_tokens: tokens of one block of the attention loop.
     dtype: activations and dense weights, float32 or bfloat16.
     expert_format: storage of routed experts.

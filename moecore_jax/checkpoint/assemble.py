@@ -19,7 +19,15 @@ ReadTensor = Callable[[str], np.ndarray]
 
 
 class ExpertRow(NamedTuple):
-  """One routed expert: bank name, group, row of the group's bank, gate_up [D, 2F] and down [F, D] in the published dtype."""
+  """One routed expert, in NumPy and the published dtype.
+
+  Attributes:
+    bank: "experts" or "mtp_experts".
+    group: index of the expert group.
+    row: row of the group's bank.
+    gate_up: [D, 2F].
+    down: [F, D].
+  """
 
   bank: str
   group: int
@@ -69,7 +77,7 @@ class BankChunk(NamedTuple):
 
 
 def rows_per_chunk(rows: int, row_bytes: int) -> int:
-  """Returns how many rows move together: about 1/64 of the bank, within 8 MB and 256 MB, at least one row.
+  """Returns how many rows move together: about 1/64 of the bank, 8 to 256 MB, at least one row.
 
   A load has a few chunks in memory beside the bank itself, so that this bounds its peak.
   """
@@ -80,7 +88,7 @@ def rows_per_chunk(rows: int, row_bytes: int) -> int:
 def expert_chunks(
   keymap: KeyMap, read: ReadTensor, spec: ModelSpec, fmt: ExpertFormat
 ) -> Iterator[BankChunk]:
-  """Yields all banks in the given format, chunk by chunk; the arrays of a chunk belong to the receiver."""
+  """Yields all banks in the given format, chunk by chunk; a chunk belongs to its receiver."""
   experts = expert_rows(keymap, read)
   for bank in BANK_NAMES:
     for g, group in enumerate(expert_groups(spec, bank)):

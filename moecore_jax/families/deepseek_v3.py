@@ -1,6 +1,8 @@
-"""DeepSeek-V3: multi-head latent attention, sigmoid routing with a selection bias, shared expert, MTP layers.
+"""DeepSeek-V3: multi-head latent attention, sigmoid routing with a selection bias, shared expert,
+MTP layers.
 
-Source: DeepSeek-V3 technical report (2024) and the keys and config fields of its published checkpoints.
+Source: DeepSeek-V3 technical report (2024) and the keys and config fields of its published
+checkpoints.
 """
 
 from collections.abc import Mapping
@@ -89,7 +91,9 @@ def _getter(config: Mapping[str, Any]):
 
 
 def _rope(config: Mapping[str, Any], dim: int) -> RopeSpec:
-  """Reads both spellings: `rope_theta` with `rope_scaling`, or `rope_parameters` with everything."""
+  """Reads both spellings: `rope_theta` with `rope_scaling`, or `rope_parameters` with
+  everything.
+  """
   rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
   theta = float(rope.get("rope_theta") or config.get("rope_theta", 10000.0))
   kind = rope.get("rope_type") or rope.get("type") or "default"

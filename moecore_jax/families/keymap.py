@@ -1,4 +1,6 @@
-"""How a published checkpoint maps to our arrays: explicit rules from published keys, never a guess from a shape."""
+"""How a published checkpoint maps to our arrays: explicit rules from published keys, never a guess
+from a shape.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 Path = tuple[str | int, ...]
-"""Path of a parameter in the pure dict of the dense parameters, e.g. ("layers", 3, "mlp_norm", "scale")."""
+"""Path of a parameter in the pure dict of the dense parameters, e.g. ("layers", 3, "mlp_norm",
+"scale").
+"""
 
 
 @dataclasses.dataclass(frozen=True)

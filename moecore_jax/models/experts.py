@@ -1,7 +1,9 @@
-"""Routed experts: their parameters, the expert function, and the ways of applying experts to tokens.
+"""Routed experts: their parameters, the expert function, and the ways of applying experts to
+tokens.
 
-Whatever executes experts keeps each expert's output per (token, rank) and combines the ranks in top-k order, so that the order
-of arithmetic, and with it every bit of the result, does not depend on which expert ran when or from where.
+Whatever executes experts keeps each expert's output per (token, rank) and combines the ranks in
+top-k order, so that the order of arithmetic, and with it every bit of the result, does not depend
+on which expert ran when or from where.
 """
 
 from collections.abc import Callable
@@ -17,31 +19,40 @@ from moecore_jax.quantization import formats
 from moecore_jax.specs import ExpertFormat, ExpertGroup
 
 ExpertArrays = dict[str, jax.Array]
-"""{"gate_up": [..., D, 2F or words], "down": [..., F, D or words]} as stored, one row an expert or one expert alone."""
+"""{"gate_up": [..., D, 2F or words], "down": [..., F, D or words]} as stored, one row an expert or
+one expert alone.
+"""
 
 
 class HostExpert(nnx.Param):
   """Stored weights of routed experts: the parameters whose home is pinned host memory.
 
-  Split them from a model before other parameters: `nnx.split(model, HostExpert, ...)`; a filter for nnx.Param takes them too.
+  Split them from a model before other parameters: `nnx.split(model, HostExpert, ...)`; a filter for
+  nnx.Param takes them too.
   """
 
 
 class RoutedExperts(nnx.Module):
-  """The bank of one expert group: row = index of the layer within the group * num_experts + expert."""
+  """The bank of one expert group: row = index of the layer within the group * num_experts +
+  expert.
+  """
 
   def __init__(self, group: ExpertGroup, fmt: ExpertFormat, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.group, self.format, self.dtype = group, fmt, dtype
     if fmt == "float32":
       init = nnx.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
-      make = lambda shape, stored: init(rngs.params(), shape, stored)
+
+      def make(shape, stored):
+        return init(rngs.params(), shape, stored)
     else:
       make = jnp.zeros  # packed banks are filled by a checkpoint
     for name, (shape, stored) in bank_layout(group, fmt).items():
       setattr(self, name, HostExpert(make(shape, stored), memory_kind="pinned_host"))
 
   def layer_weights(self, index: int) -> tuple[jax.Array, jax.Array]:
-    """Fetches all experts of one layer to the device: gate_up [N, D, 2F] and down [N, F, D] of the compute dtype."""
+    """Fetches all experts of one layer to the device: gate_up [N, D, 2F] and down [N, F, D] of the
+    compute dtype.
+    """
     start, count = index * self.group.num_experts, self.group.num_experts
 
     def fetch(rows: jax.Array) -> jax.Array:
@@ -54,7 +65,9 @@ class RoutedExperts(nnx.Module):
 def bank_layout(
   group: ExpertGroup, fmt: ExpertFormat
 ) -> dict[str, tuple[tuple[int, int, int], jnp.dtype]]:
-  """Returns {array name: (shape [rows, ..., ...], storage dtype)} of a group's bank; a pool differs only in its rows."""
+  """Returns {array name: (shape [rows, ..., ...], storage dtype)} of a group's bank; a pool
+  differs only in its rows.
+  """
   dtype = formats.storage_dtype(fmt)
   shapes = {
     "gate_up": (group.embed_dim, 2 * group.expert_dim),
@@ -76,7 +89,8 @@ def combine(rank_outputs: jax.Array, topk_weights: jax.Array) -> jax.Array:
   """Adds a token's expert outputs in top-k order.
 
   Args:
-    rank_outputs: [T, A, D], output of the expert of each (token, rank); unused entries must be finite.
+    rank_outputs: [T, A, D], output of the expert of each (token, rank); unused entries must be
+      finite.
     topk_weights: float32 [T, A].
 
   Returns:
@@ -114,7 +128,8 @@ class Dispatch(NamedTuple):
   """Tokens sorted by expert, for steps with many tokens.
 
   Attributes:
-    flat: int32 [T * A + block], (token, rank) entries as token * A + rank, sorted by expert; T * A in the padding.
+    flat: int32 [T * A + block], (token, rank) entries as token * A + rank, sorted by expert; T * A
+      in the padding.
     starts: int32 [N + 1], where each expert's entries begin.
   """
 
@@ -125,7 +140,8 @@ class Dispatch(NamedTuple):
 def sort_by_expert(
   topk_ids: jax.Array, valid: jax.Array, num_experts: int, block_rows: int
 ) -> Dispatch:
-  """Sorts the (token, rank) entries of T tokens by expert; entries of invalid tokens come last and belong to none.
+  """Sorts the (token, rank) entries of T tokens by expert; entries of invalid tokens come last and
+  belong to none.
 
   Args:
     topk_ids: int32 [T, A].
@@ -182,14 +198,16 @@ def run_on_blocks(
 def run_all_at_once(
   h: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, capacity: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Runs all experts of a layer as batched products: the differentiable form, for training and for whole-sequence calls.
+  """Runs all experts of a layer as batched products: the differentiable form, for training and for
+  whole-sequence calls.
 
   Args:
     h: [T, D], expert inputs.
     routing: of the T tokens.
     gate_up: [N, D, 2F].
     down: [N, F, D].
-    capacity: tokens that one expert takes, 1..T; entries beyond it are dropped (none at capacity T).
+    capacity: tokens that one expert takes, 1..T; entries beyond it are dropped (none at capacity
+      T).
 
   Returns:
     The combined outputs [T, D], and int32 [N], the tokens that chose each expert.

@@ -34,7 +34,8 @@ class SwiGLU(nnx.Module):
 
 
 def rope_frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
-  """Returns the angular frequencies (float32 [dim / 2], radians a position) and the factor on cos and sin.
+  """Returns the angular frequencies (float32 [dim / 2], radians a position) and the factor on cos
+  and sin.
 
   Source: RoFormer; YaRN (Peng et al., 2023) where `spec.yarn` is set.
   """
@@ -80,7 +81,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
   )
   angles = angles.reshape(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + (spec.dim // 2,))
   cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-  pairs = x.astype(jnp.float32).reshape(x.shape[:-1] + (spec.dim // 2, 2))
+  pairs = x.astype(jnp.float32).reshape((*x.shape[:-1], spec.dim // 2, 2))
   even, odd = pairs[..., 0], pairs[..., 1]
   rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
   return rotated.reshape(x.shape).astype(x.dtype)

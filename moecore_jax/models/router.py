@@ -14,7 +14,8 @@ class Routing(NamedTuple):
   """What a router says of T tokens.
 
   Attributes:
-    selection_scores: float32 [T, N], the numbers whose top-k decides; -inf where group-limited routing masks an expert.
+    selection_scores: float32 [T, N], the numbers whose top-k decides; -inf where group-limited
+      routing masks an expert.
     topk_ids: int32 [T, A], chosen experts by falling selection score.
     topk_weights: float32 [T, A], mixing weights; they carry no selection bias.
   """
@@ -63,7 +64,9 @@ class Router(nnx.Module):
 
 
 def _keep_best_groups(selection: jax.Array, spec: RouterSpec) -> jax.Array:
-  """Masks with -inf all but the best `topk_groups` groups; a group's worth is the sum of its two largest scores."""
+  """Masks with -inf all but the best `topk_groups` groups; a group's worth is the sum of its two
+  largest scores.
+  """
   tokens = selection.shape[0]
   grouped = selection.reshape(tokens, spec.num_groups, -1)
   worth = lax.top_k(grouped, 2)[0].sum(-1)  # [T, G]

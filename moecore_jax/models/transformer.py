@@ -1,7 +1,8 @@
 """The decoder: layers, expert banks and head as one nnx tree, and its whole-sequence forward pass.
 
-The tree defines parameters and layer mathematics only. Inference splits it, `nnx.split(model, HostExpert, ...)`, passes plain
-pytrees through jit, and merges inside the trace; see moecore_jax.runtime.
+The tree defines parameters and layer mathematics only. Inference splits it, `nnx.split(model,
+HostExpert, ...)`, passes plain pytrees through jit, and merges inside the trace; see
+moecore_jax.runtime.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,9 @@ from moecore_jax.specs import DenseSpec, ExpertFormat, LayerSpec, ModelSpec
 
 
 class MoEBlock(nnx.Module):
-  """Router and shared expert of one layer; the routed experts belong to the group's RoutedExperts."""
+  """Router and shared expert of one layer; the routed experts belong to the group's
+  RoutedExperts.
+  """
 
   def __init__(self, spec: LayerSpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     moe = spec.mlp
@@ -64,7 +67,8 @@ class ForwardOut(NamedTuple):
 
 
 class MTPLayer(nnx.Module):
-  """One multi-token-prediction depth: merges the stream with the next token's embedding and runs a decoder layer.
+  """One multi-token-prediction depth: merges the stream with the next token's embedding and runs a
+  decoder layer.
 
   Source: DeepSeek-V3 (2024), section 2.2.
   """
@@ -77,7 +81,9 @@ class MTPLayer(nnx.Module):
     self.final_norm = rms_norm(embed_dim, eps, dtype, rngs)
 
   def merge(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
-    """Returns the block's input [B, T, D] from next-token embeddings and the hidden states below, both [B, T, D]."""
+    """Returns the block's input [B, T, D] from next-token embeddings and the hidden states below,
+    both [B, T, D].
+    """
     return self.merge_proj(
       jnp.concatenate([self.embed_norm(embedded), self.hidden_norm(hidden)], axis=-1)
     )
@@ -198,7 +204,8 @@ def moe_layer(
     capacity_factor: tokens an expert takes, as a multiple of the mean; None drops nothing.
 
   Returns:
-    The stream [B, T, D], the routing of the B * T tokens, and int32 [N] tokens that chose each expert.
+    The stream [B, T, D], the routing of the B * T tokens, and int32 [N] tokens that chose each
+    expert.
   """
   x = x + layer.attention(layer.attention_norm(x), positions)
   h = layer.mlp_norm(x).reshape(-1, x.shape[-1])

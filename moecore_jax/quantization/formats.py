@@ -1,9 +1,10 @@
 """Storage formats of expert rows: float32 as it is, narrower formats packed in uint32 words.
 
-One expert is two arrays, `gate_up` [D, 2F] (gate columns first) and `down` [F, D], both applied as `x @ w`. A packed array keeps
-its first dimension and packs the output axis in planes: with p values a word, word j of a row holds columns j, j + W, ..,
-j + (p - 1) W, lowest bits first, where W = columns / p. Unpacking is shifts and one concatenation, which every backend fuses,
-and the word array is an integer array, which no backend converts or re-lays as a whole.
+One expert is two arrays, `gate_up` [D, 2F] (gate columns first) and `down` [F, D], both applied as
+`x @ w`. A packed array keeps its first dimension and packs the output axis in planes: with p values
+a word, word j of a row holds columns j, j + W, .., j + (p - 1) W, lowest bits first, where W =
+columns / p. Unpacking is shifts and one concatenation, which every backend fuses, and the word
+array is an integer array, which no backend converts or re-lays as a whole.
 """
 
 import jax

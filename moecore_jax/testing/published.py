@@ -20,7 +20,10 @@ def load_module(folder: str | pathlib.Path) -> Transformer:
   spec = families.model_spec(json.loads((folder / "config.json").read_text()))
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
   keymap = families.key_map(spec)
-  read = lambda key: tensors[key].astype(np.float32)
+
+  def read(key):
+    return tensors[key].astype(np.float32)
+
   model = nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
   graphdef, bank, dense = nnx.split(model, HostExpert, ...)
   banks = {

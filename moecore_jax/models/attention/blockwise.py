@@ -1,6 +1,8 @@
-"""Attention over a cache of latent rows, one block of rows at a time, up to the used context and no further.
+"""Attention over a cache of latent rows, one block of rows at a time, up to the used context and no
+further.
 
-Neither time nor temporary memory depends on the capacity of the cache: the loop ends at the last block that any query sees.
+Neither time nor temporary memory depends on the capacity of the cache: the loop ends at the last
+block that any query sees.
 """
 
 from collections.abc import Callable

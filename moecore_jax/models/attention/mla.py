@@ -1,7 +1,9 @@
-"""Multi-head latent attention in absorbed form: what is cached is one latent row a token, shared by all heads.
+"""Multi-head latent attention in absorbed form: what is cached is one latent row a token, shared by
+all heads.
 
-A latent row is [compressed kv | rotated shared key]. The key up-projection is folded into the query and the value up-projection
-into the output, so that attention itself is multi-query attention over latent rows, the same code in prefill and in decode.
+A latent row is [compressed kv | rotated shared key]. The key up-projection is folded into the query
+and the value up-projection into the output, so that attention itself is multi-query attention over
+latent rows, the same code in prefill and in decode.
 
 Source: DeepSeek-V2 (2024), section 2.1.
 """
@@ -17,7 +19,9 @@ LATENT_NORM_EPS = 1e-6  # of both low-rank norms, whatever the model's own epsil
 
 
 class MLAttention(nnx.Module):
-  """Projections of one attention layer; the caller supplies attention over cached or fresh latent rows."""
+  """Projections of one attention layer; the caller supplies attention over cached or fresh latent
+  rows.
+  """
 
   def __init__(self, spec: MLASpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
     self.spec = spec
@@ -59,7 +63,7 @@ class MLAttention(nnx.Module):
       q = self.q_proj(x)
     else:
       q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-    q = q.reshape(x.shape[:2] + (spec.num_heads, -1))
+    q = q.reshape((*x.shape[:2], spec.num_heads, -1))
     q_nope, q_rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
     absorbed = jnp.einsum("bthn,hnr->bthr", q_nope, self.k_up_proj[...])
     q = jnp.concatenate([absorbed, apply_rope(q_rope, positions, spec.rope)], axis=-1)
@@ -76,7 +80,7 @@ class MLAttention(nnx.Module):
     """Maps attended latents [B, T, H, kv_lora_rank or more] to the stream [B, T, D]."""
     attended = attended[..., : self.spec.kv_lora_rank]
     values = jnp.einsum("bthr,hvr->bthv", attended, self.v_up_proj[...])
-    return self.o_proj(values.reshape(values.shape[:2] + (-1,)))
+    return self.o_proj(values.reshape((*values.shape[:2], -1)))
 
   def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Causal attention of a whole sequence with itself, without a cache: [B, T, D] to [B, T, D]."""

@@ -1,0 +1,163 @@
+"""What a compiled program is specialised on, and how plain parameter trees become modules inside
+its trace.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+
+from moecore_jax.models.layers import linear, rms_norm
+from moecore_jax.models.transformer import DecoderLayer
+from moecore_jax.residency import policy as policies
+from moecore_jax.specs import (
+  EngineSpec,
+  LayerSpec,
+  ModelSpec,
+  MoESpec,
+  PolicyName,
+  ResidencySpec,
+  RhacSpec,
+)
+
+Params = dict[str, Any]
+"""Dense parameters: the pure dict of a Transformer's state without its expert banks; `layers` is
+keyed by segment.
+"""
+
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Consecutive layers that one trace of the layer function serves: one layer, or several equal
+  ones that are scanned.
+
+  Attributes:
+    start: index of the first layer in ModelSpec.layers.
+    length: number of layers.
+    layer: their spec.
+    moe_start: index of the first layer among the MoE layers, -1 for dense ones.
+    group: index of the expert group, -1 for dense layers.
+    group_start: index of the first layer within the group.
+  """
+
+  start: int
+  length: int
+  layer: LayerSpec
+  moe_start: int = -1
+  group: int = -1
+  group_start: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """Static part of the compiled programs; equal programs share one compilation.
+
+  Slots of single layers are not in it: they are traced, and one program serves every allocation of
+  the same total.
+
+  Attributes:
+    model: the model.
+    engine: shapes and formats.
+    policy: replacement policy.
+    rhac: settings of the policy rhac.
+    max_slots: for each expert group, the largest number of slots of a layer.
+  """
+
+  model: ModelSpec
+  engine: EngineSpec
+  policy: PolicyName
+  rhac: RhacSpec
+  max_slots: tuple[int, ...]
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return jnp.dtype(self.engine.dtype)
+
+  def make_policy(self) -> policies.Policy:
+    return policies.make_policy(self.policy, self.rhac)
+
+  @property
+  def segments(self) -> tuple[Segment, ...]:
+    """The layers in order, cut as `engine.layer_loop` says."""
+    model, cuts = self.model, []
+    for i, layer in enumerate(model.layers):
+      scanned = self.engine.layer_loop == "scanned"
+      if scanned and cuts and cuts[-1].layer == layer:
+        cuts[-1] = dataclasses.replace(cuts[-1], length=cuts[-1].length + 1)
+      elif isinstance(layer.mlp, MoESpec):
+        group, index = model.group_of(i)
+        cuts.append(Segment(i, 1, layer, model.moe_layers.index(i), group, index))
+      else:
+        cuts.append(Segment(i, 1, layer))
+    return tuple(cuts)
+
+
+def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> Program:
+  """Returns the program of an engine."""
+  max_slots = tuple(max(slots) for slots in group_slots(model, residency))
+  return Program(model, engine, residency.policy, residency.rhac, max_slots)
+
+
+def group_slots(model: ModelSpec, residency: ResidencySpec) -> tuple[tuple[int, ...], ...]:
+  """Returns the slots of each layer, expert group by expert group."""
+  by_layer = dict(zip(model.moe_layers, residency.slots, strict=True))
+  return tuple(tuple(by_layer[layer] for layer in group.layers) for group in model.expert_groups)
+
+
+def bind(make_module: Callable[[], ModuleT], params: Params) -> ModuleT:
+  """Returns a module over the given parameters; creates no arrays of its own."""
+  graphdef, state = nnx.split(nnx.eval_shape(make_module))
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(graphdef, state)
+
+
+def bind_layer(program: Program, layer: LayerSpec, params: Params) -> DecoderLayer:
+  """Returns one decoder layer over its parameters."""
+  model, dtype = program.model, program.dtype
+  return bind(
+    lambda: DecoderLayer(layer, model.embed_dim, model.rms_norm_eps, dtype, nnx.Rngs(0)), params
+  )
+
+
+def embed(program: Program, params: Params, tokens) -> Any:
+  """Returns the embeddings of int32 tokens [...], [..., D]."""
+  return jnp.take(params["embed"]["embedding"], tokens, axis=0, mode="clip")
+
+
+def head(program: Program, params: Params, x) -> Any:
+  """Returns float32 logits [..., V] of the stream [..., D] after the last layer."""
+  model, dtype = program.model, program.dtype
+  norm = bind(
+    lambda: rms_norm(model.embed_dim, model.rms_norm_eps, dtype, nnx.Rngs(0)), params["norm"]
+  )
+  hidden = norm(x)
+  if model.tie_embeddings:
+    return jnp.dot(hidden, params["embed"]["embedding"].T).astype(jnp.float32)
+  lm_head = bind(
+    lambda: linear(model.embed_dim, model.vocab_size, dtype, nnx.Rngs(0)), params["lm_head"]
+  )
+  return lm_head(hidden).astype(jnp.float32)
+
+
+def by_segment(program: Program, layers: dict[int, Params], stack: Callable) -> dict[int, Params]:
+  """Arranges per-layer parameters as the program takes them.
+
+  Args:
+    program: the program.
+    layers: parameters keyed by layer.
+    stack: combines the equal trees of a scanned segment's layers into one with a leading layer
+      axis.
+
+  Returns:
+    Parameters keyed by segment.
+  """
+  return {
+    s: layers[seg.start]
+    if seg.length == 1
+    else stack([layers[seg.start + i] for i in range(seg.length)])
+    for s, seg in enumerate(program.segments)
+  }

@@ -1,7 +1,8 @@
 """Memory kinds, placements in them, and their limits.
 
-Two kinds of memory matter: the device's own, and host memory that the device reads directly ("pinned_host"). An array's kind is
-part of its type: operations never mix kinds, and data crosses only by `jax.device_put` inside a program.
+Two kinds of memory matter: the device's own, and host memory that the device reads directly
+("pinned_host"). An array's kind is part of its type: operations never mix kinds, and data crosses
+only by `jax.device_put` inside a program.
 """
 
 import functools
@@ -22,7 +23,7 @@ CUDA_HOST_LIMIT_DEFAULT_GB = 64
 
 
 def placement(kind: MemoryKind, device: jax.Device | None = None) -> SingleDeviceSharding:
-  """Returns the sharding that puts an array into one kind of memory of a device (None: the default device)."""
+  """Returns the sharding of arrays in one kind of memory of a device (None: the default one)."""
   return SingleDeviceSharding(device or default_device(), memory_kind=kind)
 
 
@@ -40,7 +41,8 @@ def num_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
 def zeros_on_host(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
   """Allocates zeros in pinned host memory.
 
-  The placement is made inside the program: an array that `jit(out_shardings=...)` returns claims to be on the device.
+  The placement is made inside the program: what `jit(out_shardings=...)` returns has a type that
+  says device memory.
   """
   return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
 
@@ -84,6 +86,7 @@ def check_host_limit(needed_bytes: int, backend: str | None = None) -> None:
     ) from None
   if needed_bytes > limit_gb * 1e9:
     raise ValueError(
-      f"the expert bank needs {needed_bytes / 1e9:.1f} GB of pinned host memory, CUDA's pool is capped at {limit_gb:g} GB; "
-      f"set {CUDA_HOST_LIMIT_VARIABLE}={math.ceil(needed_bytes * 1.05 / 1e9)} before starting"
+      f"the expert bank needs {needed_bytes / 1e9:.1f} GB of pinned host memory, CUDA's pool is "
+      f"capped at {limit_gb:g} GB; before starting, set "
+      f"{CUDA_HOST_LIMIT_VARIABLE}={math.ceil(needed_bytes * 1.05 / 1e9)}"
     )

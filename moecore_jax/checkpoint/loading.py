@@ -1,8 +1,8 @@
-"""Loads a checkpoint: dense parameters to the device, expert banks straight into pinned host memory."""
+"""Loads a checkpoint: dense weights to the device, expert banks straight to pinned host memory."""
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from moecore_jax import memory
-from moecore_jax.checkpoint import assemble, template
+from moecore_jax.checkpoint import assemble, store, template
 from moecore_jax.checkpoint.published import PublishedCheckpoint
+from moecore_jax.families.keymap import Path
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
@@ -22,11 +23,12 @@ class Loaded:
 
   Attributes:
     spec: its shapes.
-    params: dense parameters, a nested dict of arrays in device memory, with the paths of the model's nnx state.
+    params: dense parameters, a nested dict of arrays in device memory, with the paths of the
+      model's nnx state.
     banks: {"gate_up", "down"} of each of `spec.expert_groups`, in pinned host memory.
     mtp_banks: likewise of each of `spec.mtp_expert_groups`.
     tokenizer_path: the folder's tokenizer.json, or None.
-    fingerprint: names the weights; the same for a published folder and for what it was converted to.
+    fingerprint: names the weights; a published folder and what it was converted to have the same.
   """
 
   spec: ModelSpec
@@ -40,7 +42,8 @@ class Loaded:
 def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
   """Loads a published-format or a converted folder.
 
-  Beside the bank itself, a few chunks of at most 256 MB and one dense weight are in host memory at a time.
+  Beside the bank itself, a few chunks of at most 256 MB and one dense weight are in host memory at
+  a time.
 
   Args:
     path: the folder.
@@ -48,40 +51,36 @@ def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
     expert_format: storage of the banks.
 
   Raises:
-    ValueError: the folder is missing, corrupt or does not match its config, or the bank does not fit pinned host memory;
-      names the file and the tensor.
+    ValueError: the folder is missing, corrupt or does not match its config, or the bank does not
+      fit pinned host memory; names the file and the tensor.
   """
-  return _load_published(PublishedCheckpoint(path), dtype, expert_format)
+  if store.is_store(path):
+    stored = store.StoredCheckpoint(path)
+    leaves, chunks = stored.dense_leaves(), stored.bank_chunks(expert_format)
+    return _load(
+      stored.folder, stored.spec, leaves, chunks, lambda: stored.fingerprint, dtype, expert_format
+    )
+  published = PublishedCheckpoint(path)
+  leaves = assemble.dense_leaves(published.keymap, published.read)
+  chunks = assemble.expert_chunks(published.keymap, published.read, published.spec, expert_format)
+  return _load(
+    published.folder, published.spec, leaves, chunks, published.fingerprint, dtype, expert_format
+  )
 
 
-def _load_published(checkpoint: PublishedCheckpoint, dtype: jnp.dtype, fmt: ExpertFormat) -> Loaded:
-  banks = bank_template(checkpoint.spec, fmt)
-  wanted = template.dense_template(checkpoint.spec, dtype)
-  params = place_dense(assemble.dense_leaves(checkpoint.keymap, checkpoint.read), wanted)
-  chunks = assemble.expert_chunks(checkpoint.keymap, checkpoint.read, checkpoint.spec, fmt)
-  filled = fill_banks(chunks, banks)
-  return loaded(checkpoint.folder, checkpoint.spec, params, filled, checkpoint.fingerprint())
-
-
-def bank_template(spec: ModelSpec, fmt: ExpertFormat) -> dict[str, tuple[dict[str, Any], ...]]:
-  """Returns template.bank_template after checking that pinned host memory can hold it.
-
-  Raises:
-    ValueError: it cannot.
-  """
-  banks = template.bank_template(spec, fmt)
-  memory.check_host_limit(template.total_bytes(banks))
-  return banks
-
-
-def loaded(
+def _load(
   folder: pathlib.Path,
   spec: ModelSpec,
-  params: dict[str, Any],
-  banks: dict[str, tuple[ExpertArrays, ...]],
-  fingerprint: str,
+  leaves: Iterable[tuple[Path, np.ndarray]],
+  chunks: Iterable[assemble.BankChunk],
+  fingerprint: Callable[[], str],
+  dtype: jnp.dtype,
+  fmt: ExpertFormat,
 ) -> Loaded:
-  """Puts the pieces together."""
+  wanted = template.bank_template(spec, fmt)
+  memory.check_host_limit(template.total_bytes(wanted))
+  params = place_dense(leaves, template.dense_template(spec, dtype))
+  banks = fill_banks(chunks, wanted)
   tokenizer = folder / "tokenizer.json"
   return Loaded(
     spec=spec,
@@ -89,12 +88,12 @@ def loaded(
     banks=banks["experts"],
     mtp_banks=banks["mtp_experts"],
     tokenizer_path=str(tokenizer) if tokenizer.is_file() else None,
-    fingerprint=fingerprint,
+    fingerprint=fingerprint(),
   )
 
 
 def place_dense(
-  leaves: Iterable[tuple[tuple[str | int, ...], np.ndarray]], wanted: dict[str, Any]
+  leaves: Iterable[tuple[Path, np.ndarray]], wanted: dict[str, Any]
 ) -> dict[str, Any]:
   """Puts dense parameters on the device, one at a time.
 

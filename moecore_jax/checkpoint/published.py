@@ -1,6 +1,7 @@
-"""Reads a checkpoint folder as published: config.json and model.safetensors, or shards with an index.
+"""Reads a checkpoint folder as published: config.json, and model.safetensors or indexed shards.
 
-Every key is checked against the family's key map before the first weight is read; every weight is checked when it is read.
+Every key is checked against the family's key map before the first weight is read; every weight is
+checked when it is read.
 """
 
 import hashlib
@@ -79,9 +80,10 @@ class PublishedCheckpoint:
     return safetensors_file.DTYPES[self.tensors[key].dtype]
 
   def fingerprint(self) -> str:
-    """Returns a hash of config.json and of each read tensor's name, dtype, shape and first 4096 bytes.
+    """Returns a hash of config.json and each read tensor's name, dtype, shape and first 4096 bytes.
 
-    It tells one set of weights from another, whatever the shards are; call it after all tensors have been read.
+    It tells one set of weights from another, however they are sharded; call it when all tensors
+    have been read.
     """
     digest = hashlib.sha256((self.folder / "config.json").read_bytes())
     for key in sorted(self._samples):
@@ -152,7 +154,10 @@ def _tensors(folder: pathlib.Path) -> dict[str, safetensors_file.Entry]:
 
 
 def _inside(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns the path of a weight file, which must lie in the folder (or in the blobs of a download cache's snapshot)."""
+  """Returns the path of a weight file, which must lie in the folder.
+
+  A snapshot of a download cache links to the blobs beside it; these count as its own.
+  """
   file = folder / name
   if pathlib.PurePath(name).suffix in _PICKLES:
     raise ValueError(f"{file}: is a pickle, which is never read; expected safetensors")

@@ -1,7 +1,8 @@
-"""Reads one safetensors file with plain reads, so that what has been read does not stay mapped in the process.
+"""Reads one safetensors file by plain reads, so that nothing stays mapped in the process.
 
-Layout: eight bytes, the little-endian length of a JSON header; the header, {key: {dtype, shape, data_offsets}} with offsets
-counted from its own end; the data, without gaps. Nothing else is accepted, and nothing is ever unpickled.
+Layout: eight bytes, the little-endian length of a JSON header; the header, {key: {dtype, shape,
+data_offsets}} with offsets counted from its own end; the data, without gaps. Nothing else is
+accepted, and nothing is ever unpickled.
 
 Source: the safetensors format description.
 """
@@ -34,7 +35,7 @@ _EXPONENT_BITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """Where one tensor lies: file, dtype name, shape, and byte range [start, start + num_bytes) of the file."""
+  """Where one tensor lies: bytes start .. start + num_bytes - 1 of a file."""
 
   file: pathlib.Path
   dtype: str
@@ -83,7 +84,8 @@ def read_tensor(key: str, entry: Entry) -> np.ndarray:
     Array of the published dtype and shape.
 
   Raises:
-    ValueError: the dtype is not one of DTYPES, the file has become shorter, or a value is NaN or infinite.
+    ValueError: the dtype is not one of DTYPES, the file has become shorter, or a value is NaN or
+      infinite.
   """
   if entry.dtype not in DTYPES:
     raise ValueError(
@@ -104,10 +106,18 @@ def read_tensor(key: str, entry: Entry) -> np.ndarray:
         got += count
   except OSError as error:
     raise ValueError(f"{entry.file}: tensor {key}: cannot be read: {error.strerror}") from None
-  word, exponent = _EXPONENT_BITS[entry.dtype]
-  if ((data.reshape(-1).view(word) & word(exponent)) == word(exponent)).any():
+  if not _is_finite(data, entry.dtype):
     raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
   return data
+
+
+def _is_finite(data: np.ndarray, dtype: str) -> bool:
+  word, exponent = _EXPONENT_BITS[dtype]
+  words, step = data.reshape(-1).view(word), 1 << 22  # in pieces, for their temporaries
+  return not any(
+    ((words[i : i + step] & word(exponent)) == word(exponent)).any()
+    for i in range(0, words.size, step)
+  )
 
 
 def _header(file: pathlib.Path, prefix: bytes, f: Any, size: int) -> tuple[int, dict[str, Any]]:

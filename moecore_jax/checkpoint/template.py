@@ -1,4 +1,4 @@
-"""Abstract trees of a model's parameters that carry memory kinds: what loading has to produce, before any byte is read."""
+"""Abstract trees of a model's parameters, with memory kinds: what loading has to produce."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def expert_groups(spec: ModelSpec, bank: str) -> tuple[ExpertGroup, ...]:
 def bank_template(
   spec: ModelSpec, fmt: ExpertFormat
 ) -> dict[str, tuple[dict[str, jax.ShapeDtypeStruct], ...]]:
-  """Returns {bank name: one {"gate_up", "down"} of ShapeDtypeStruct in pinned host memory for each expert group}."""
+  """Returns for each bank name one {"gate_up", "down"} in pinned host memory per expert group."""
   at = memory.placement("pinned_host")
   return {
     name: tuple(
@@ -58,7 +58,7 @@ def total_bytes(tree: Any) -> int:
 
 
 def check_against(tree: Any, template: Any) -> None:
-  """Checks structure, shapes, dtypes and memory kinds of arrays: a wrong kind would silently move a bank to the device.
+  """Checks structure, shapes, dtypes and memory kinds: a wrong kind would move a bank silently.
 
   Raises:
     AssertionError: a leaf differs; names it.

@@ -72,6 +72,22 @@ def unpack(stored: jax.Array, fmt: ExpertFormat, dtype: jnp.dtype) -> jax.Array:
   return jnp.concatenate([low, high], axis=-1).astype(dtype)
 
 
+def unpack_host(stored: np.ndarray, fmt: ExpertFormat) -> np.ndarray:
+  """Unpacks host weights: the exact inverse of `pack`.
+
+  Args:
+    stored: float32 [..., rows, columns] or uint32 words, in NumPy.
+    fmt: format of `stored`.
+
+  Returns:
+    [..., rows, columns] in NumPy, float32 or bfloat16 (ml_dtypes).
+  """
+  if fmt == "float32":
+    return stored
+  low, high = stored.astype(np.uint16), (stored >> np.uint32(16)).astype(np.uint16)
+  return np.concatenate([low, high], axis=-1).view(jnp.bfloat16)
+
+
 def expert_bytes(embed_dim: int, expert_dim: int, fmt: ExpertFormat) -> int:
   """Returns the stored bytes of one expert."""
   words = 3 * embed_dim * expert_dim // VALUES_PER_WORD[fmt]

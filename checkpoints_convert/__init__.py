@@ -1,0 +1,1 @@
+"""Offline tools for checkpoints: conversion of published folders, and verification."""

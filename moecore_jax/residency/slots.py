@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from moecore_jax.residency import base
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
+_MAX_EXPERTS = 1024  # of a layer: `choose_slot` packs (expert, slot, expert) in 31 bits
 
 
 @jax.tree_util.register_dataclass
@@ -78,16 +79,19 @@ def init_tables(num_experts: int, slots: Sequence[int], max_slots: int | None = 
       serve several allocations need the largest of them all.
 
   Raises:
-    ValueError: `slots` is empty, a K_l is outside 1..N, or `max_slots` is smaller than one of them.
+    ValueError: N is outside 1..1024, `slots` is empty, a K_l is outside 1..N, or `max_slots` is
+      smaller than one of them or larger than N.
   """
+  if not 1 <= num_experts <= _MAX_EXPERTS:
+    raise ValueError(f"num_experts is {num_experts}, expected 1..{_MAX_EXPERTS}")
   if not slots:
     raise ValueError("slots is empty, expected one number for each layer of the group")
   for layer, count in enumerate(slots):
     if not 1 <= count <= num_experts:
       raise ValueError(f"slots[{layer}] is {count}, expected 1..{num_experts}, the layer's experts")
   max_slots = max(slots) if max_slots is None else max_slots
-  if max_slots < max(slots):
-    raise ValueError(f"max_slots is {max_slots}, expected at least {max(slots)}, the largest layer")
+  if not max(slots) <= max_slots <= num_experts:
+    raise ValueError(f"max_slots is {max_slots}, expected {max(slots)}..{num_experts}")
   first_slot = np.cumsum([0, *slots[:-1]])
   per_expert = (len(slots), num_experts)
   return SlotTables(
@@ -180,7 +184,9 @@ def choose_slot(
   Returns:
     (pool row, expert that leaves it or -1). (-1, -1) if every slot holds a protected expert.
   """
-  row = lax.dynamic_slice(tables.slot_to_expert, (tables.first_slot[layer],), (max_slots,))
+  num_experts = priority.shape[0]
+  first = tables.first_slot[layer]
+  row = lax.dynamic_slice(tables.slot_to_expert, (first,), (max_slots,))
   index = jnp.arange(max_slots, dtype=jnp.int32)
   expert = jnp.maximum(row, 0)
   empty = row < 0
@@ -188,16 +194,14 @@ def choose_slot(
   value = priority[expert]
   value = jnp.where(~empty & (value > _LOWEST), value, _LOWEST)
   lowest = jnp.min(jnp.where(usable, value, jnp.inf))
-  num_experts = priority.shape[0]
+  # (coldness, lower slot, expert) as one number: a single reduction gives all, and the table is not
+  # read again after `place` writes it, which would make XLA copy it.
   coldness = jnp.where(empty, num_experts, tables.warm_rank[layer, expert])
-  # One number for (coldness, lower slot): a single reduction finds the slot.
-  tie = jnp.max(
-    jnp.where(usable & (value == lowest), coldness * max_slots + (max_slots - 1 - index), -1)
-  )
-  local = max_slots - 1 - tie % max_slots
-  found = tie >= 0
-  slot = jnp.where(found, tables.first_slot[layer] + local, -1)
-  return slot, jnp.where(found, row[local], -1)
+  code = (coldness * max_slots + (max_slots - 1 - index)) * num_experts + expert
+  code = jnp.max(jnp.where(usable & (value == lowest), code, -1))
+  slot = first + max_slots - 1 - code // num_experts % max_slots
+  is_eviction = (code >= 0) & (code < num_experts * max_slots * num_experts)
+  return jnp.where(code >= 0, slot, -1), jnp.where(is_eviction, code % num_experts, -1)
 
 
 def place(
@@ -207,15 +211,20 @@ def place(
 
   The row's old occupant becomes absent. A negative `slot` changes nothing.
   """
+  is_placed = slot >= 0
   ids = jnp.arange(tables.expert_to_slot.shape[1], dtype=jnp.int32)
-  old = tables.slot_to_expert[slot]
-  row = jnp.where(ids == old, -1, tables.expert_to_slot[layer])
-  row = jnp.where(slot < 0, tables.expert_to_slot[layer], jnp.where(ids == expert, slot, row))
-  occupant = jnp.where(slot < 0, old, expert)
+  row = tables.expert_to_slot[layer]
+  row = jnp.where((ids == expert) & is_placed, slot, jnp.where(row == slot, -1, row))
+  padding = tables.slot_to_expert.shape[0] - 1
   return dataclasses.replace(
     tables,
     expert_to_slot=lax.dynamic_update_index_in_dim(tables.expert_to_slot, row, layer, 0),
-    slot_to_expert=lax.dynamic_update_index_in_dim(tables.slot_to_expert, occupant, slot, 0),
+    slot_to_expert=lax.dynamic_update_index_in_dim(
+      tables.slot_to_expert,
+      jnp.where(is_placed, expert, -1),
+      jnp.where(is_placed, slot, padding),
+      0,
+    ),
   )
 
 

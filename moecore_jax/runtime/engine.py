@@ -1,0 +1,384 @@
+"""The engine: the host shell around the compiled programs, with continuous batching, clocks and
+counters.
+
+Requests wait in order; whenever a row of the batch is free, the next one is prefilled into it and
+joins the decode step. Nothing of a step passes through Python but the tokens drawn.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from moecore_jax import checkpoint
+from moecore_jax.config import RunConfig
+from moecore_jax.models.experts import ExpertArrays
+from moecore_jax.quantization import formats
+from moecore_jax.runtime import program as program_lib
+from moecore_jax.runtime import state as state_lib
+from moecore_jax.runtime.decode import jit_decode_step
+from moecore_jax.runtime.prefill import Chunk, PrefillOut, jit_prefill_chunk
+from moecore_jax.runtime.program import Params
+from moecore_jax.runtime.requests import (
+  Completion,
+  Request,
+  RequestMetrics,
+  TextStream,
+  prompt_tokens,
+)
+from moecore_jax.runtime.state import DecodeState, StepOut
+from moecore_jax.specs import EngineSpec, ModelSpec, ResidencySpec
+
+DEMO = pathlib.Path(__file__).parents[1] / "assets" / "demo"
+
+OnToken = Callable[[str, str], None]
+"""Called with a request's id and a piece of its text."""
+
+
+class Prefilled(NamedTuple):
+  """A prompt in a row's cache.
+
+  Attributes:
+    token: the first generated token.
+    is_active: whether the row goes on decoding.
+    logits: float32 [V] after the last token, or [T, V] of all tokens.
+    topk_ids: uint16 [MoE layers, T, A], chosen experts of each token.
+  """
+
+  token: int
+  is_active: bool
+  logits: np.ndarray
+  topk_ids: np.ndarray
+
+
+class _Running:
+  """A request that occupies a row."""
+
+  def __init__(self, request: Request, num_prompt_tokens: int, stream: TextStream, start: float):
+    self.request, self.num_prompt_tokens, self.stream, self.start = (
+      request,
+      num_prompt_tokens,
+      stream,
+      start,
+    )
+    self.tokens: list[int] = []
+    self.first_token_time = self.last_token_time = start
+    self.hits = 0
+
+
+class Engine:
+  """A model, its expert bank in host memory, its slot pool on the device, and the programs that run
+  it.
+
+  Args:
+    model_spec: the model.
+    residency: which experts stay on the device.
+    spec: shapes and formats of the programs.
+    params: dense parameters in device memory, `layers` keyed by layer, as `checkpoint.load` gives
+      them.
+    banks: stored experts of each expert group, pinned host memory.
+    tokenizer: None: prompts are token ids.
+    domains: domains that a request may name; None: any.
+  """
+
+  def __init__(
+    self,
+    model_spec: ModelSpec,
+    residency: ResidencySpec,
+    spec: EngineSpec,
+    params: Params,
+    banks: tuple[ExpertArrays, ...],
+    tokenizer: tokenizers.Tokenizer | None = None,
+    domains: Sequence[str] | None = None,
+  ):
+    self.model_spec, self.residency, self.spec = model_spec, residency, spec
+    self.tokenizer, self.domains = tokenizer, domains
+    self.program = program_lib.make_program(model_spec, residency, spec)
+    layers = program_lib.by_segment(self.program, params["layers"], _stack)
+    self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
+    self.banks = banks
+    self.state: DecodeState = jax.jit(state_lib.init_state, static_argnums=(0, 1))(
+      self.program, residency
+    )
+    self._totals = np.zeros(self.state.counters.shape, np.int64)
+    self._running: dict[int, _Running] = {}
+
+  @classmethod
+  def from_checkpoint(cls, path: str | None, config: RunConfig) -> "Engine":
+    """Loads a checkpoint and builds its engine.
+
+    Args:
+      path: folder of a converted (Orbax) or published (safetensors) checkpoint; None: the demo
+        model.
+      config: residency, engine, sampling and device settings.
+
+    Raises:
+      ValueError: the config does not fit the model, or the checkpoint is missing, corrupt or of
+      another shape.
+    """
+    config.validate()
+    loaded = checkpoint.load(
+      str(path or DEMO),
+      dtype=jnp.dtype(config.engine.dtype),
+      expert_format=config.engine.expert_format,
+    )
+    residency, spec, _ = config.freeze(loaded.spec)
+    tokenizer = (
+      tokenizers.Tokenizer.from_file(loaded.tokenizer_path) if loaded.tokenizer_path else None
+    )
+    return cls(loaded.spec, residency, spec, loaded.params, loaded.banks, tokenizer)
+
+  def warm_up(self) -> None:
+    """Compiles the decode step and every prefill bucket, by running each without a token."""
+    for bucket in self.spec.prefill_buckets:
+      self._run_chunk(np.zeros(0, np.int32), bucket, 0, 0, 0, all_logits=False)
+    self.decode_step()
+
+  # Rows, one at a time.
+
+  def prefill(
+    self, row: int, token_ids: Sequence[int], max_new_tokens: int, all_logits: bool = False
+  ) -> Prefilled:
+    """Puts a prompt in a row, in place of whatever the row held, and draws the first token.
+
+    Args:
+      row: 0..batch_size-1.
+      token_ids: the prompt, at least one token.
+      max_new_tokens: tokens to generate, the first included; 0 leaves the row inactive.
+      all_logits: give the logits of every prompt token.
+    """
+    tokens = np.asarray(token_ids, np.int32)
+    largest, outs = self.spec.prefill_buckets[-1], []
+    for offset in range(0, len(tokens), largest):
+      piece = tokens[offset : offset + largest]
+      bucket = next(b for b in self.spec.prefill_buckets if b >= len(piece))
+      is_last = offset + largest >= len(tokens)
+      out = self._run_chunk(
+        piece, bucket, row, offset, max_new_tokens if is_last else 0, all_logits
+      )
+      outs.append((out, len(piece)))
+    last = outs[-1][0]
+    logits = (
+      np.concatenate([np.asarray(o.logits)[:n] for o, n in outs])
+      if all_logits
+      else np.asarray(last.logits)
+    )
+    topk_ids = np.concatenate([np.asarray(o.topk_ids)[:, :n] for o, n in outs], axis=1)
+    return Prefilled(int(last.token), bool(self.state.active[row]), logits, topk_ids)
+
+  def decode_step(self) -> StepOut:
+    """Decodes one token in every active row; the outputs stay on the device until read."""
+    self.state, out = jit_decode_step(self.program, self.params, self.banks, self.state)
+    return out
+
+  def release(self, row: int) -> None:
+    """Stops a row from decoding."""
+    self.state = dataclasses.replace(self.state, active=self.state.active.at[row].set(False))
+
+  def reset_residency(self) -> None:
+    """Empties the slot pool, its tables and the policy's signals, all together."""
+    empty = jax.jit(lambda: state_lib.init_state(self.program, self.residency).groups)()
+    self.state = dataclasses.replace(self.state, groups=empty)
+
+  def _run_chunk(self, piece, bucket, row, offset, max_new_tokens, all_logits) -> PrefillOut:
+    chunk = Chunk(
+      np.pad(piece, (0, bucket - len(piece))),
+      np.int32(len(piece)),
+      np.int32(row),
+      np.int32(offset),
+      np.int32(max_new_tokens),
+    )
+    self.state, out = jit_prefill_chunk(
+      self.program, self.params, self.banks, self.state, chunk, all_logits
+    )
+    return out
+
+  # Whole requests.
+
+  def score(self, token_ids: np.ndarray) -> np.ndarray:
+    """Returns the logits after every token, by prefill through the slot pool.
+
+    Args:
+      token_ids: int [batch, length].
+
+    Returns:
+      float32 [batch, length, V].
+
+    Raises:
+      ValueError: the tokens are not a matrix of ids of the vocabulary, or do not fit the context.
+    """
+    token_ids = np.asarray(token_ids)
+    vocab, context = self.model_spec.vocab_size, self.spec.context_tokens
+    if token_ids.ndim != 2 or not np.issubdtype(token_ids.dtype, np.integer) or not token_ids.size:
+      raise ValueError(
+        f"token_ids is {token_ids.dtype}{list(token_ids.shape)}, expected int [batch, length]"
+      )
+    if token_ids.min() < 0 or token_ids.max() >= vocab:
+      raise ValueError(f"token_ids has ids outside 0..{vocab - 1}")
+    if token_ids.shape[1] > context:
+      raise ValueError(
+        f"token_ids has {token_ids.shape[1]} columns, the context is {context} tokens"
+      )
+    return np.stack([self.prefill(0, row, 0, all_logits=True).logits for row in token_ids])
+
+  def generate(
+    self,
+    requests: Iterable[str | Request],
+    max_new_tokens: int = 64,
+    domain: str | None = None,
+    on_token: OnToken | None = None,
+  ) -> Iterator[Completion]:
+    """Completes requests, several at a time, and yields each when it is done.
+
+    Args:
+      requests: prompts or requests; read as rows become free.
+      max_new_tokens: of prompts given as text.
+      domain: of prompts given as text.
+      on_token: gets each piece of text as it is generated.
+
+    Yields:
+      One Completion a request; one whose request is at fault has an error, and the others go on.
+    """
+    waiting = (
+      Request(str(i), r, max_new_tokens, domain) if isinstance(r, str) else r
+      for i, r in enumerate(requests)
+    )
+    ids: set[str] = set()
+    on_token = on_token or (lambda *_: None)
+    while True:
+      for row in range(self.spec.batch_size):
+        while row not in self._running and (request := next(waiting, None)) is not None:
+          yield from self._admit(row, request, ids, on_token)
+      if not self._running:
+        return
+      yield from self._advance(on_token)
+
+  def _admit(
+    self, row: int, request: Request, ids: set[str], on_token: OnToken
+  ) -> Iterator[Completion]:
+    try:
+      if request.id in ids:
+        raise ValueError(f"id is {request.id!r}, which an earlier request has")
+      ids.add(request.id)
+      tokens = prompt_tokens(
+        request, self.tokenizer, self.model_spec.vocab_size, self.spec.context_tokens, self.domains
+      )
+    except ValueError as error:
+      yield Completion(request.id, "", (), "error", str(error), None)
+      return
+    if self.residency.reset_between_requests and not self._running:
+      self.reset_residency()
+    running = _Running(
+      request, len(tokens), TextStream(self.tokenizer, request.stop), time.perf_counter()
+    )
+    self._running[row] = running
+    prefilled = self.prefill(row, tokens, request.max_new_tokens)
+    running.first_token_time = time.perf_counter()
+    yield from self._take(row, prefilled.token, prefilled.is_active, on_token)
+
+  def _advance(self, on_token: OnToken) -> Iterator[Completion]:
+    out = self.decode_step()
+    token, is_active, hits = jax.device_get((out.token, out.is_active, out.hits))
+    for row, running in list(self._running.items()):
+      running.hits += int(hits[row])
+      yield from self._take(row, int(token[row]), bool(is_active[row]), on_token)
+
+  def _take(self, row: int, token: int, is_active: bool, on_token: OnToken) -> Iterator[Completion]:
+    """Books a generated token, and completes the request if it was the last."""
+    running = self._running[row]
+    running.tokens.append(token)
+    running.last_token_time = time.perf_counter()
+    is_end = token in self.model_spec.eos_token_ids
+    piece = "" if is_end else running.stream.add(token)
+    stopped = running.stream.stopped
+    if not is_active or stopped:
+      piece += running.stream.rest()
+    if piece:
+      on_token(running.request.id, piece)
+    if is_active and not stopped:
+      return
+    if is_active:
+      self.release(row)
+    del self._running[row]
+    reason = "stop" if is_end or stopped else "length"
+    yield Completion(
+      running.request.id,
+      running.stream.text,
+      tuple(running.tokens),
+      reason,
+      None,
+      self._metrics(running),
+    )
+
+  def _metrics(self, running: _Running) -> RequestMetrics:
+    steps = len(running.tokens) - 1
+    invocations = steps * sum(
+      len(g.layers) * g.num_experts_per_tok for g in self.model_spec.expert_groups
+    )
+    decode_ms = (running.last_token_time - running.first_token_time) * 1e3
+    return RequestMetrics(
+      prompt_tokens=running.num_prompt_tokens,
+      output_tokens=len(running.tokens),
+      ttft_ms=(running.first_token_time - running.start) * 1e3,
+      tpot_ms=decode_ms / steps if steps else None,
+      e2el_ms=(running.last_token_time - running.start) * 1e3,
+      hit_rate=running.hits / invocations if invocations else None,
+    )
+
+  # Figures.
+
+  def counters(self) -> dict[str, np.ndarray]:
+    """Returns what has been counted since the engine was built, int64 [MoE layers] each.
+
+    Keys: {"decode", "prefill"}_{"invocations", "hits", "misses", "evictions", "moved_bytes"}; see
+    `state.COUNTERS`. moved_bytes are the bytes that crossed from the bank to the device.
+    """
+    self._totals += np.asarray(self.state.counters)
+    zeros = jnp.zeros_like(self.state.counters)  # int32 on the device must not run over
+    self.state = dataclasses.replace(self.state, counters=zeros)
+    figures = {
+      f"{phase}_{name}": self._totals[p, :, c].copy()
+      for (p, phase), (c, name) in itertools.product(
+        enumerate(("decode", "prefill")), enumerate(state_lib.COUNTERS)
+      )
+    }
+    expert_bytes = self._expert_bytes()
+    for phase in ("decode", "prefill"):
+      figures[f"{phase}_moved_bytes"] = figures[f"{phase}_misses"] * expert_bytes
+    return figures
+
+  def _expert_bytes(self) -> np.ndarray:
+    groups = [
+      self.model_spec.expert_groups[self.model_spec.group_of(i)[0]]
+      for i in self.model_spec.moe_layers
+    ]
+    fmt = self.spec.expert_format
+    return np.array(
+      [formats.expert_bytes(g.embed_dim, g.expert_dim, fmt) for g in groups], np.int64
+    )
+
+  def memory_report(self) -> dict[str, dict[str, int]]:
+    """Returns bytes by memory and region, of the arrays that exist, not of a plan."""
+    pools = [group.pool for group in self.state.groups]
+    device = {
+      "dense_weights": _bytes(self.params),
+      "expert_slots": _bytes(pools),
+      "kv_cache": _bytes(self.state.kv),
+    }
+    device["tables"] = _bytes(self.state) - device["expert_slots"] - device["kv_cache"]
+    return {"device": device, "host": {"expert_bank": _bytes(self.banks)}}
+
+
+def _bytes(tree) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _stack(trees: list[Params]) -> Params:
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)

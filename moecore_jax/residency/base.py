@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 PolicyState = Any
@@ -43,15 +44,19 @@ class Policy(NamedTuple):
   evicts: bool = True
 
 
+def matches(ids: Int32[Array, "..."], num_experts: int) -> Bool[Array, "... N"]:
+  """Returns which expert each id names; an id outside 0..N-1 names none."""
+  expert = lax.broadcasted_iota(jnp.int32, (*ids.shape, num_experts), ids.ndim)
+  return ids[..., None] == expert
+
+
 def selections(
   topk_ids: Int32[Array, "T A"], valid: Bool[Array, "T"], num_experts: int
 ) -> Bool[Array, "T N"]:
   """Returns which experts each valid token selects."""
-  hits = topk_ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [T, A, N]
-  return jnp.any(hits, axis=1) & valid[:, None]
+  return jnp.any(matches(topk_ids, num_experts), axis=1) & valid[:, None]
 
 
 def newest(stamps: Float32[Array, "N"], expert: Int32[Array, ""]) -> Float32[Array, "N"]:
   """Moves every stamp one into the past and gives `expert` the stamp 0, the newest."""
-  is_expert = jnp.arange(stamps.shape[0], dtype=jnp.int32) == expert
-  return jnp.where(is_expert, 0.0, jnp.maximum(stamps - 1.0, -MAX_COUNT))
+  return jnp.where(matches(expert, stamps.shape[0]), 0.0, jnp.maximum(stamps - 1.0, -MAX_COUNT))

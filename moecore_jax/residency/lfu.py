@@ -27,7 +27,7 @@ def lfu() -> base.Policy:
     return jnp.minimum(counts + jnp.sum(selected, axis=0, dtype=jnp.float32), base.MAX_COUNT)
 
   def placed(counts: Float32[Array, "N"], expert: Int32[Array, ""]) -> Float32[Array, "N"]:
-    return jnp.where(jnp.arange(counts.shape[0], dtype=jnp.int32) == expert, 1.0, counts)
+    return jnp.where(base.matches(expert, counts.shape[0]), 1.0, counts)
 
   def priority(counts: Float32[Array, "N"], key: Array) -> Float32[Array, "N"]:
     del key

@@ -26,12 +26,13 @@ def lru() -> base.Policy:
     del scores
     num_tokens, top_k = topk_ids.shape
     position = jnp.arange(num_tokens, dtype=jnp.int32)
-    later = jnp.sum(valid & (position > position[:, None]), axis=1, dtype=jnp.int32)  # [T]
+    later = jnp.sum(
+      valid[None] & (position[None] > position[:, None]), axis=1, dtype=jnp.int32
+    )  # [T]
     rank = jnp.arange(1 - top_k, 1, dtype=jnp.int32)  # [A], the last rank is the newest
-    used = (rank - top_k * later[:, None]).astype(jnp.float32)  # [T, A]
+    used = (rank[None] - top_k * later[:, None]).astype(jnp.float32)  # [T, A]
     total = (top_k * jnp.sum(valid, dtype=jnp.int32)).astype(jnp.float32)
-    hits = topk_ids[:, :, None] == jnp.arange(stamps.shape[0], dtype=jnp.int32)  # [T, A, N]
-    hits = hits & valid[:, None, None]
+    hits = base.matches(topk_ids, stamps.shape[0]) & valid[:, None, None]  # [T, A, N]
     last = jnp.max(jnp.where(hits, used[:, :, None], -jnp.inf), axis=(0, 1))
     return jnp.maximum(last, jnp.maximum(stamps - total, -base.MAX_COUNT))
 

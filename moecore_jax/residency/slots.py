@@ -134,7 +134,7 @@ def plan_step(
   expert = jnp.arange(num_experts, dtype=jnp.int32)
   index = jnp.arange(count, dtype=jnp.int32)
   chosen = jnp.repeat(valid, topk_ids.shape[1], total_repeat_length=count)  # [M]
-  hits = chosen[:, None] & (ids[:, None] == expert)  # [M, N]
+  hits = chosen[:, None] & base.matches(ids, num_experts)  # [M, N]
   first = jnp.min(jnp.where(hits, index[:, None], count), axis=0)  # [N]
   member = first < count
   # Execution order as a number: the occurrence, behind all others for the class that goes last.
@@ -142,10 +142,12 @@ def plan_step(
   key = first + jnp.where(last_class, count, 0)  # [N]
   is_first = chosen & (first[ids] == index)  # [M]
   keys = jnp.where(is_first, key[ids], 2 * count)  # [M]
-  ahead = jnp.sum(keys[:, None] < key, axis=0, dtype=jnp.int32)  # [N]
+  ahead = jnp.sum(keys[:, None] < key[None], axis=0, dtype=jnp.int32)  # [N]
   position = jnp.where(member, ahead, -1)
   turn = jnp.arange(min(count, num_experts), dtype=jnp.int32)
-  order = jnp.min(jnp.where(position == turn[:, None], expert, num_experts), axis=1)  # [U]
+  order = jnp.min(
+    jnp.where(position[None] == turn[:, None], expert[None], num_experts), axis=1
+  )  # [U]
   total = jnp.sum(member, dtype=jnp.int32)
   hit = jnp.sum(member & resident, dtype=jnp.int32)
   early = jnp.maximum(total - num_slots, 0) if evicts else total - hit
@@ -212,9 +214,9 @@ def place(
   The row's old occupant becomes absent. A negative `slot` changes nothing.
   """
   is_placed = slot >= 0
-  ids = jnp.arange(tables.expert_to_slot.shape[1], dtype=jnp.int32)
   row = tables.expert_to_slot[layer]
-  row = jnp.where((ids == expert) & is_placed, slot, jnp.where(row == slot, -1, row))
+  is_expert = base.matches(expert, row.shape[0])
+  row = jnp.where(is_expert & is_placed, slot, jnp.where(row == slot, -1, row))
   padding = tables.slot_to_expert.shape[0] - 1
   return dataclasses.replace(
     tables,
@@ -235,8 +237,7 @@ def touch(tables: SlotTables, layer: Int32[Array, ""], experts: Int32[Array, "U"
   index = jnp.arange(count, dtype=jnp.int32)
   is_use = (experts >= 0) & (experts < num_experts)
   end = jnp.max(jnp.where(is_use, index, -1)) + 1
-  hits = experts[:, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [U, N]
-  last = jnp.max(jnp.where(hits, index[:, None] + 1, -1), axis=0)
+  last = jnp.max(jnp.where(base.matches(experts, num_experts), index[:, None] + 1, -1), axis=0)
   old = jnp.maximum(tables.last_used[layer] - end, -int(base.MAX_COUNT))
   row = jnp.where(last >= 0, last - end, old)
   return dataclasses.replace(

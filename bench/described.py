@@ -119,6 +119,11 @@ class Program:
   host_argument_bytes: int
   host_temp_bytes: int
 
+  @property
+  def device_bytes(self) -> int:
+    """Device memory that the program needs while it runs."""
+    return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
 
 def described_device(target: str) -> Any:
   """Returns the device to compile for; for the CPU the one that is attached."""

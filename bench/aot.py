@@ -1,0 +1,178 @@
+"""Compiles the programs of a config for a device that is described, not attached, and tells what
+XLA made of them.
+
+    python -m bench.aot --config=configs/deepseek_v3.py --target=h200 --json=/tmp/rows.json
+
+One row a program (decode, and prefill of each bucket), printed and written as a JSON list. A row
+says how long compilation took, what device and host memory the program needs and whether it fits
+the config's cap, whether donated arrays are updated in place, every read of the expert bank,
+computations on the host, and whether a prefetch overlaps with compute. Nothing is allocated: the
+sizes may exceed this machine's memory.
+
+`--target=h200` and `--target=v5p` need the compilers of the extra `aot`; `--target=cpu` needs
+nothing. Every program compiles in a process of its own; those for the TPU wait for each other.
+"""
+
+import json
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from bench import described
+from moecore_jax import families
+from moecore_jax.config import RunConfig
+from moecore_jax.config_loading import define_config_flag, parse_flags
+
+_SHOWN = (
+  "program",
+  "compile_s",
+  "lower_s",
+  "second_start_s",
+  "device_argument_bytes",
+  "alias_bytes",
+  "temp_bytes",
+  "temp_bound_bytes",
+  "host_argument_bytes",
+  "host_compute_ops",
+  "prefetch_overlap",
+  "is_bank_read_by_row",
+  "fits",
+)
+
+
+def parse(argv: Sequence[str]) -> flags.FlagValues:
+  """Parses the command line.
+
+  Raises:
+    ValueError: a flag is unknown, missing or malformed, or the target's compiler is not installed.
+  """
+  argv = ["bench.aot", *argv]
+  values = flags.FlagValues()
+  flags.DEFINE_enum("target", None, described.TARGETS, "device to compile for", flag_values=values)
+  flags.DEFINE_string("json", None, "write the rows to this file", flag_values=values)
+  flags.DEFINE_enum(
+    "layer_loop", None, ("unrolled", "scanned"), "instead of the config's", flag_values=values
+  )
+  flags.DEFINE_list("programs", [], "only these, such as decode,prefill_512", flag_values=values)
+  flags.DEFINE_string("dump", None, "folder for the programs' texts", flag_values=values)
+  define_config_flag(values, argv)
+  if any(word in ("--help", "-h", "-help") for word in argv):
+    print(__doc__)
+    print(values.get_help())
+    sys.exit(0)
+  parse_flags(values, argv)
+  target = values["target"].value
+  if target is None:
+    raise ValueError(f"--target is missing; choose one of {', '.join(described.TARGETS)}")
+  if missing := described.missing_compiler(target):
+    raise ValueError(
+      f"--target={target} needs the module {missing}, which is not installed; "
+      "install the compilers: pip install 'moecore-jax[aot]'"
+    )
+  if values["layer_loop"].value:
+    values["config"].value.engine.layer_loop = values["layer_loop"].value
+  return values
+
+
+def program_names(config: RunConfig, wanted: Sequence[str]) -> tuple[str, ...]:
+  """Returns the wanted programs of an engine, all if none is named.
+
+  Raises:
+    ValueError: a program is unknown.
+  """
+  known = ("decode", *(f"prefill_{tokens}" for tokens in config.engine.prefill_buckets))
+  for name in wanted:
+    if name not in known:
+      raise ValueError(f"--programs: got {name!r}, expected some of {', '.join(known)}")
+  return tuple(wanted) or known
+
+
+def measure(config: RunConfig, target: str, name: str, dump: pathlib.Path | None) -> dict[str, Any]:
+  """Measures one program in processes that were started for compiling; see bench.aot_row.
+
+  Args:
+    config: what to compile.
+    target: one of described.TARGETS.
+    name: the program.
+    dump: folder for the program's text, None to drop it.
+
+  Raises:
+    RuntimeError: the compiler failed; with the end of what it said.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    cache = pathlib.Path(folder) / "cache"
+    row = _run_worker(config, target, name, dump, cache)
+    if target == "cpu":
+      again = _run_worker(config, target, name, None, cache)
+      return row | {"second_start_s": round(again["lower_s"] + again["compile_s"], 2)}
+  note = "a described device loads no cached program; lower_s is what no cache saves"
+  return row | {"second_start_s": None, "second_start_note": note}
+
+
+def _run_worker(
+  config: RunConfig, target: str, name: str, dump: pathlib.Path | None, cache: pathlib.Path
+) -> dict[str, Any]:
+  row_path = cache.parent / "row.json"
+  hlo_path = dump / f"{target}-{name}-{config.engine.layer_loop}.hlo" if dump else None
+  environment = described.environment() | {
+    "JAX_COMPILATION_CACHE_DIR": str(cache) if target == "cpu" else "",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+  with described.one_at_a_time(target):
+    done = subprocess.run(
+      [sys.executable, "-m", "bench.aot_row"],
+      input=pickle.dumps((config, target, name, hlo_path, row_path)),
+      env=environment,
+      capture_output=True,
+      check=False,
+    )
+  if done.returncode != 0:
+    said = done.stderr.decode(errors="replace")[-4000:]
+    raise RuntimeError(f"compiling {name} for {target} failed (exit {done.returncode}):\n{said}")
+  return json.loads(row_path.read_text())
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns the exit code: 0 done, 2 wrong input. A failure raises."""
+  try:
+    values = parse(argv)
+    config, target = values["config"].value, values["target"].value
+    check(config)
+    names = program_names(config, values["programs"].value)
+  except ValueError as e:
+    print(f"bench.aot: {e}", file=sys.stderr)
+    return 2
+  dump = pathlib.Path(values["dump"].value) if values["dump"].value else None
+  if dump:
+    dump.mkdir(parents=True, exist_ok=True)
+  rows = []
+  for name in names:
+    rows.append(measure(config, target, name, dump))
+    print("\n".join(f"{key:>22}  {rows[-1][key]}" for key in _SHOWN), end="\n\n", flush=True)
+    if values["json"].value:
+      pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")
+  return 0
+
+
+def check(config: RunConfig) -> None:
+  """Checks that a config describes a model and fits it.
+
+  Raises:
+    ValueError: it does not.
+  """
+  if not config.model.published_config:
+    raise ValueError(
+      "config field model.published_config: got {}, expected the content of a published "
+      "config.json; compiling needs shapes, not weights"
+    )
+  config.freeze(families.model_spec(config.model.published_config))
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -8,9 +8,8 @@ Per expert e and generated token i of a layer with selected set S_i and selectio
     a    = 0 if e in S_i else a + 1
     p    = lam_f n(f) + lam_m n(fbar) + lam_q n(q) - lam_a n(a)        lowest p leaves
 
-n maps the values of all experts of the layer to [0, 1]. Results are equal to the last bit in every
-program that a backend compiles: each product is kept apart from the sum that follows it, so that
-none is fused into one rounding.
+n maps the values of all experts of the layer to [0, 1]. Every program that a backend compiles gives
+the same result to the last bit, so that a replay and the engine choose the same victims.
 
 Source: MoE-CORE, replacement by recency, history and current score.
 """
@@ -97,31 +96,34 @@ def rhac(spec: RhacSpec) -> base.Policy:
     total = jnp.zeros(state.age.shape, jnp.float32)
     if spec.frequency_weight:
       frequency = lax.population_count(state.window).astype(jnp.float32)
-      total = total + _apart(spec.frequency_weight * normalise(frequency))
+      total = total + _weighted(frequency, spec.frequency_weight)
     if spec.average_weight:
-      total = total + _apart(spec.average_weight * normalise(state.average))
+      total = total + _weighted(state.average, spec.average_weight)
     if spec.score_weight:
-      total = total + _apart(spec.score_weight * normalise(state.score))
+      total = total + _weighted(state.score, spec.score_weight)
     if spec.age_weight:
-      total = total - _apart(spec.age_weight * normalise(state.age))
+      total = total - _weighted(state.age, spec.age_weight)
     return total
 
   return base.Policy(init, observe, lambda state, expert: state, priority)
 
 
-def normalise(values: Float32[Array, "N"]) -> Float32[Array, "N"]:
-  """Maps a layer's values to [0, 1], all to 0 where they are equal.
+def _weighted(values: Float32[Array, "N"], weight: float) -> Float32[Array, "N"]:
+  """Returns weight * n(values): n maps a layer's values to [0, 1], all to 0 where they are equal.
 
-  Values that are not finite count as the smallest finite one.
+  Values that are not finite count as the smallest finite one. Left to itself, XLA would divide by
+  the range in one program and multiply by its inverse in the next, and fuse the product with the
+  sum that follows; hence one explicit scale, and a selection behind the product.
   """
   finite = jnp.isfinite(values)
   low = jnp.min(jnp.where(finite, values, jnp.inf))
   high = jnp.max(jnp.where(finite, values, -jnp.inf))
-  return jnp.where(finite & (high > low), (values - low) / (high - low), 0.0)
+  scale = jnp.where(high > low, weight / (high - low), 0.0)
+  return _apart((jnp.where(finite, values, low) - low) * scale)
 
 
 def _apart(product: jax.Array) -> jax.Array:
-  """Keeps a product of numbers >= 0 from being fused with a sum; also drops what is negligible."""
+  """Keeps a product of numbers >= 0 apart from a sum that follows; also drops negligible ones."""
   return jnp.where(product > _NEGLIGIBLE, product, 0.0)
 
 

@@ -138,8 +138,9 @@ def _tensors(folder: pathlib.Path) -> dict[str, safetensors_file.Entry]:
   if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
     raise ValueError(f"{file}: weight_map does not map tensors to files")
   tensors: dict[str, safetensors_file.Entry] = {}
-  for shard in sorted(set(weight_map.values())):
-    for key, entry in safetensors_file.read_header(_inside(folder, shard)).items():
+  shards = {name: _inside(folder, name) for name in sorted(set(weight_map.values()))}
+  for shard, path in shards.items():
+    for key, entry in safetensors_file.read_header(path).items():
       if key in tensors:
         raise ValueError(f"{folder}: tensor {key} is in both {tensors[key].file.name} and {shard}")
       if weight_map.get(key) != shard:

@@ -146,11 +146,10 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _begin(file: pathlib.Path, key: str, fields: Any) -> tuple[int, int]:
-  try:
-    begin, end = fields["data_offsets"]
-    return int(begin), int(end)
-  except (KeyError, TypeError, ValueError):
-    raise ValueError(f"{file}: tensor {key}: its header entry is corrupt") from None
+  offsets = fields.get("data_offsets") if isinstance(fields, dict) else None
+  if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
+    raise ValueError(f"{file}: tensor {key}: its header entry is corrupt")
+  return offsets[0], offsets[1]
 
 
 def _entry(file: pathlib.Path, key: str, fields: dict[str, Any], base: int) -> Entry:

@@ -1,4 +1,4 @@
-"""`moecore convert`: turns a published checkpoint into one that loads straight into host memory."""
+"""`moecore convert`: a published checkpoint into one that loads straight into host memory."""
 
 import json
 from collections.abc import Sequence
@@ -6,14 +6,13 @@ from pathlib import Path
 
 from absl import flags
 
-from checkpoints_convert.convert import DENSE_DTYPES, EXPERT_FORMATS, convert
+from checkpoints_convert import convert
 from moecore_jax.cli import options
 from moecore_jax.evaluation.results import write_atomic
 
-ABOUT = """Converts a published checkpoint, streaming, with a check of everything written.
+ABOUT = """Converts a published checkpoint (config.json, safetensors, tokenizer.json), streaming.
 
-INPUT holds config.json and model.safetensors, or shards with model.safetensors.index.json. OUTPUT
-appears when it is whole; what a killed run left in OUTPUT.partial is removed by the next one.
+The output is read back and compared before it gets its name: a folder of that name is always whole.
 """
 
 
@@ -25,24 +24,18 @@ def main(argv: Sequence[str]) -> int:
 
   Returns:
     The exit code.
-
-  Raises:
-    ValueError: the input is missing or corrupt, or the output exists.
   """
   values = options.parse(
     "convert", ABOUT, argv, _define, use_config=False, required=("input", "output")
   )
-  result = convert(
-    values["input"].value,
-    values["output"].value,
-    expert_format=values["expert_format"].value or "",
-    dtype=values["dtype"].value or "",
+  result = convert.convert(
+    values.input, values.output, expert_format=values.expert_format, dtype=values.dtype
   )
-  if values["json"].value:
-    write_atomic(Path(values["json"].value), json.dumps(result, indent=1) + "\n")
+  if values.json:
+    write_atomic(Path(values.json), json.dumps(result, indent=1) + "\n")
   print(
-    f"{result['output']}: {result['num_bytes'] / 1e6:.1f} MB in {result['num_items']} items, "
-    f"experts {result['expert_format']}, {len(result['skipped'])} published tensors not needed"
+    f"{result['output']}: {result['num_bytes'] / 1e6:.1f} MB, experts in {result['expert_format']}, "
+    f"{len(result['skipped'])} published weights left out"
   )
   return 0
 
@@ -52,15 +45,15 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string("output", None, "folder to create", flag_values=values)
   flags.DEFINE_enum(
     "expert_format",
-    None,
-    list(EXPERT_FORMATS),
-    "storage of routed experts; default: bfloat16 if published so, else float32",
+    "",
+    ["", *convert.EXPERT_FORMATS],
+    "storage of routed experts; empty: as published",
     flag_values=values,
   )
   flags.DEFINE_enum(
     "dtype",
-    None,
-    list(DENSE_DTYPES),
-    "storage of dense weights, the routers float32 always; default: each as published",
+    "",
+    ["", *convert.DENSE_DTYPES],
+    "storage of all other weights; empty: as published",
     flag_values=values,
   )

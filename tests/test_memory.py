@@ -1,0 +1,78 @@
+"""Memory kinds of what is allocated, and the limit of CUDA's pinned host pool."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moecore_jax import memory
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint32])
+def test_rows_are_written_in_place_in_pinned_host_memory(dtype):
+  bank = memory.zeros_on_host((5, 2, 3), np.dtype(dtype))
+  assert bank.sharding.memory_kind == "pinned_host"
+  assert jax.typeof(bank).memory_space == jax.memory.Space.Host
+  rows = np.arange(12, dtype=dtype).reshape(2, 2, 3)
+  written = memory.write_rows(bank, rows, np.int32(3))
+  assert bank.is_deleted()
+  assert written.sharding.memory_kind == "pinned_host"
+  assert jax.typeof(written).memory_space == jax.memory.Space.Host
+  np.testing.assert_array_equal(written, np.concatenate([np.zeros((3, 2, 3), dtype), rows]))
+
+
+def test_a_bank_of_one_chunk_does_not_share_the_chunks_memory():
+  rows = np.ones((4, 8, 16), np.uint32)
+  bank = memory.write_rows(memory.zeros_on_host(rows.shape, rows.dtype), rows, np.int32(0))
+  bank.block_until_ready()
+  rows[:] = 7
+  np.testing.assert_array_equal(bank, np.ones_like(rows))
+
+
+def test_writing_needs_no_second_bank():
+  """Temporary bytes of a write follow the rows written, not the bank."""
+  mesh = jax.sharding.Mesh(np.array([memory.default_device()]), ("x",))
+  on_host = jax.NamedSharding(mesh, jax.P(), memory_kind="pinned_host")
+  temps = []
+  for bank_rows in (64, 1024):
+    bank = jax.ShapeDtypeStruct((bank_rows, 64, 64), np.uint32, sharding=on_host)
+    rows = jax.ShapeDtypeStruct((4, 64, 64), np.uint32)
+    start = jax.ShapeDtypeStruct((), np.int32)
+    analysis = memory.write_rows.lower(bank, rows, start).compile().memory_analysis()
+    temps.append(analysis.temp_size_in_bytes)
+  assert temps[0] == temps[1] <= 4 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_placement(kind):
+  x = jax.device_put(np.ones(3, np.float32), memory.placement(kind))
+  assert x.sharding.memory_kind == kind
+  assert x.devices() == {memory.default_device()}
+
+
+def test_num_bytes():
+  assert memory.num_bytes((3, 4), jnp.bfloat16) == 24
+  assert memory.num_bytes((), np.float32) == 4
+
+
+@pytest.mark.parametrize(
+  ("setting", "needed_gb", "words"),
+  [
+    (None, 64.5, r"needs 64\.5 GB .* capped at 64 GB.*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=68"),
+    ("100", 100.5, r"capped at 100 GB.*XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=106"),
+    ("lots", 1, "got 'lots', expected a number of GB"),
+  ],
+)
+def test_a_bank_beyond_the_cuda_pool_is_refused(monkeypatch, setting, needed_gb, words):
+  monkeypatch.delenv(memory.CUDA_HOST_LIMIT_VARIABLE, raising=False)
+  if setting is not None:
+    monkeypatch.setenv(memory.CUDA_HOST_LIMIT_VARIABLE, setting)
+  with pytest.raises(ValueError, match=words):
+    memory.check_host_limit(int(needed_gb * 1e9), "gpu")
+
+
+def test_a_bank_within_the_pool_or_on_another_backend_is_accepted(monkeypatch):
+  monkeypatch.setenv(memory.CUDA_HOST_LIMIT_VARIABLE, "700")
+  memory.check_host_limit(int(699e9), "gpu")
+  memory.check_host_limit(int(9999e9), "cpu")
+  memory.check_host_limit(int(9999e9), "tpu")

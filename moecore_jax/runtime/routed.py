@@ -153,7 +153,7 @@ def run_routed(
       pool,
       slots_lib.place(carry.tables, index, expert, slot),
       jax.tree.map(lambda new, old: jnp.where(slot < 0, old, new), signals, carry.signals),
-      carry.evictions + (evicted >= 0),
+      carry.evictions + (evicted >= 0).astype(jnp.int32),
     )
 
   if h.shape[0] <= MAX_DENSE_ROWS:

@@ -1,0 +1,121 @@
+"""With exact execution, tokens and logits equal the all-resident model's bit for bit, whatever the
+policy, the slots, the batch, the format and the loop over layers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moecore_jax.specs import EngineSpec, ResidencySpec
+from moecore_jax.testing import tiny
+
+STEPS = 6
+LENGTHS = {1: (11,), 4: (3, 19, 1, 8)}  # ragged; 19 takes two chunks
+POLICIES = ("rhac", "lru", "lfu", "fifo", "random", "static")
+SLOTS = ("1", "k-1", "k", "N/4", "N")
+
+
+def engine_spec(batch: int, **kwargs) -> EngineSpec:
+  return EngineSpec(
+    batch_size=batch, context_tokens=64, prefill_buckets=(16,), kv_block_tokens=16, **kwargs
+  )
+
+
+@functools.cache
+def run(spec, policy: str, slots: int, engine: EngineSpec, seed: int = 0) -> tiny.Trace:
+  model = tiny.random_model(spec, engine, seed)
+  residency = ResidencySpec(policy, (slots,) * len(spec.moe_layers))
+  prompts = tiny.random_prompts(spec, LENGTHS[engine.batch_size], seed)
+  return tiny.decode_all(tiny.make_engine(model, residency, engine), prompts, STEPS)
+
+
+def assert_same(got: tiny.Trace, wanted: tiny.Trace) -> None:
+  np.testing.assert_array_equal(got.tokens, wanted.tokens)
+  np.testing.assert_array_equal(got.logits, wanted.logits)
+  for a, b in zip(got.prompt_logits, wanted.prompt_logits, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def num_slots(name: str, spec) -> int:
+  router = spec.layers[-1].mlp.router
+  k, n = router.num_experts_per_tok, router.num_experts
+  return max(1, {"1": 1, "k-1": k - 1, "k": k, "N/4": n // 4, "N": n}[name])
+
+
+# k - 1, k and N / 4 differ in this spec: 3 of 16 experts a token.
+SPEC = tiny.tiny_spec(num_experts=16, num_experts_per_tok=3)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+  ("policy", "slots"), [(p, SLOTS[(i + j) % 5]) for i, p in enumerate(POLICIES) for j in (0, 2)]
+)
+def test_policies_and_slots(policy, slots, batch):
+  engine = engine_spec(batch)
+  wanted = run(SPEC, "static", 16, engine)
+  assert_same(run(SPEC, policy, num_slots(slots, SPEC), engine), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_full_product(policy, slots, batch):
+  engine = engine_spec(batch)
+  wanted = run(SPEC, "static", 16, engine)
+  assert_same(run(SPEC, policy, num_slots(slots, SPEC), engine), wanted)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"layer_loop": "scanned"},
+    {"expert_format": "bfloat16"},
+    {"expert_format": "bfloat16", "dtype": "bfloat16"},
+  ],
+  ids=lambda options: "-".join(options.values()),
+)
+def test_formats_and_loops(options):
+  engine = engine_spec(4, **options)
+  with jax.numpy_dtype_promotion("standard"):  # flax promotes bfloat16 to take norms
+    assert_same(run(SPEC, "rhac", 2, engine), run(SPEC, "static", 16, engine))
+
+
+def test_group_limited_routing():
+  spec = tiny.tiny_spec(num_experts=16, num_experts_per_tok=4, num_groups=4, topk_groups=2)
+  engine = engine_spec(4)
+  assert_same(run(spec, "rhac", 3, engine), run(spec, "lru", 16, engine))
+
+
+def check_made_model(data, max_layers):
+  ranks = data.draw(st.integers(1, 4), "experts per token")
+  spec = tiny.tiny_spec(
+    num_moe_layers=data.draw(st.integers(1, max_layers), "MoE layers"),
+    num_dense_layers=data.draw(st.integers(0, 1), "dense layers"),
+    num_experts=data.draw(st.integers(ranks, 12), "experts"),
+    num_experts_per_tok=ranks,
+    shared_dim=data.draw(st.sampled_from([0, 16]), "shared width"),
+    q_lora_rank=data.draw(st.sampled_from([None, 8]), "query rank"),
+  )
+  slots = data.draw(st.integers(1, spec.layers[-1].mlp.router.num_experts), "slots")
+  policy = data.draw(st.sampled_from(POLICIES), "policy")
+  engine = engine_spec(data.draw(st.sampled_from([1, 4]), "batch"))
+  seed = data.draw(st.integers(0, 99), "seed")
+  everything = spec.layers[-1].mlp.router.num_experts
+  assert_same(run(spec, policy, slots, engine, seed), run(spec, "static", everything, engine, seed))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_made_models(data):
+  check_made_model(data, max_layers=2)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_many_made_models(data):
+  check_made_model(data, max_layers=4)

@@ -34,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
   if values.json:
     write_atomic(Path(values.json), json.dumps(result, indent=1) + "\n")
   print(
-    f"{result['output']}: {result['num_bytes'] / 1e6:.1f} MB, experts in {result['expert_format']}, "
-    f"{len(result['skipped'])} published weights left out"
+    f"{result['output']}: {result['num_bytes'] / 1e6:.1f} MB, "
+    f"experts in {result['expert_format']}, {len(result['skipped'])} published weights left out"
   )
   return 0
 

@@ -30,14 +30,18 @@ def main(argv: Sequence[str]) -> int:
   config, domain = values.config, values.domain
   _check_domain(domain, config)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
+  engine.warm_up()
   request = Request("prompt", values.prompt, values.max_new_tokens, domain)
   (completion,) = engine.generate([request], on_token=_print_piece)
   if completion.error is not None:
     raise ValueError(completion.error)
   metrics = completion.metrics
-  tpot = "-" if metrics.tpot_ms is None else f"{metrics.tpot_ms:.2f} ms"
+  if metrics.tpot_ms is None:
+    decoding = "a single token, so no TPOT"
+  else:
+    decoding = f"TPOT {metrics.tpot_ms:.2f} ms, hit rate {metrics.hit_rate:.3f}"
   print(
-    f"\n\nTTFT {metrics.ttft_ms:.2f} ms, TPOT {tpot}, hit rate {metrics.hit_rate:.3f}, "
+    f"\n\nTTFT {metrics.ttft_ms:.2f} ms, {decoding}, "
     f"{metrics.prompt_tokens} prompt + {metrics.output_tokens} output tokens, "
     f"ended by {completion.finish_reason}"
   )

@@ -103,7 +103,9 @@ def _pending(
 
 
 def _open(config: RunConfig, system: str, open_engine: OpenEngine) -> Engine:
-  return open_engine(config.model.checkpoint or None, config.for_system(system))
+  engine = open_engine(config.model.checkpoint or None, config.for_system(system))
+  engine.warm_up()  # compiles, so that the first request's latency is that of the others
+  return engine
 
 
 def _describe(engine: Engine) -> dict[str, Any]:
@@ -127,14 +129,14 @@ def _answer(
   ]
   before = engine.counters()
   for completion in engine.generate(requests):
-    after = engine.counters()
+    after, item = engine.counters(), by_id[completion.id]
     yield {
       "id": completion.id,
       "text": completion.text,
-      "score": float(tasks.score(by_id[completion.id], completion.text)),
+      "score": 0.0 if completion.error else float(tasks.score(item, completion.text)),
       "finish_reason": completion.finish_reason,
       "error": completion.error,
-      "metrics": dataclasses.asdict(completion.metrics),
+      "metrics": dataclasses.asdict(completion.metrics) if completion.metrics else None,
       "counters": {name: np.subtract(after[name], before[name]).tolist() for name in after},
     }
     before = after

@@ -48,13 +48,14 @@ def _figures(rows: Sequence[Mapping[str, Any]], system: Mapping[str, Any]) -> di
   }
   invocations, misses = layers["decode_invocations"].sum(), layers["decode_misses"].sum()
   tokens = invocations / sum(system["experts_per_tok"])
+  requests = [row["metrics"] for row in rows if row["metrics"]]
   return {
     "n": len(rows),
     "num_errors": sum(row["error"] is not None for row in rows),
     "accuracy": float(np.mean([row["score"] for row in rows])),
-    **{name: distribution([row["metrics"][name] for row in rows]) for name in _LATENCIES},
-    "prompt_tokens": sum(row["metrics"]["prompt_tokens"] for row in rows),
-    "output_tokens": sum(row["metrics"]["output_tokens"] for row in rows),
+    **{name: distribution([request[name] for request in requests]) for name in _LATENCIES},
+    "prompt_tokens": sum(request["prompt_tokens"] for request in requests),
+    "output_tokens": sum(request["output_tokens"] for request in requests),
     "hit_rate": _ratio(layers["decode_hits"].sum(), invocations),
     "misses_per_token": _ratio(misses, tokens),
     "moved_mb_per_token": _ratio(layers["decode_moved_bytes"].sum() / 1e6, tokens),

@@ -17,7 +17,9 @@ def _row(task, system, score, e2el, tpot, counters, error=None, process=1):
     "score": score,
     "error": error,
     "process": process,
-    "metrics": {
+    "metrics": None
+    if error
+    else {
       "ttft_ms": 5.0,
       "tpot_ms": tpot,
       "e2el_ms": e2el,
@@ -29,7 +31,7 @@ def _row(task, system, score, e2el, tpot, counters, error=None, process=1):
 
 
 def test_figures():
-  """Two layers of fan-outs 2 and 4; the second row comes from a second process."""
+  """Two layers of fan-outs 2 and 4; the second row is a failed request of a second process."""
   rows = [
     _row("math", "lod", 1.0, 10.0, 4.0, ([4, 8], [3, 2], [1, 6], [500_000, 3_000_000])),
     _row("math", "lod", 0.0, 30.0, None, ([2, 4], [2, 1], [0, 3], [0, 1_500_000]), "bad", 2),
@@ -41,15 +43,21 @@ def test_figures():
   (row,) = summary["results"]
   assert (row["task"], row["system"], row["n"], row["num_errors"]) == ("math", "lod", 2, 1)
   assert row["accuracy"] == 0.5
-  assert row["e2el_ms"] == {"mean": 20.0, "p50": 20.0, "p95": pytest.approx(29.0)}
+  assert row["e2el_ms"] == {"mean": 10.0, "p50": 10.0, "p95": 10.0}
   assert row["tpot_ms"] == {"mean": 4.0, "p50": 4.0, "p95": 4.0}
-  assert (row["prompt_tokens"], row["output_tokens"]) == (6, 4)
+  assert (row["prompt_tokens"], row["output_tokens"]) == (3, 2)
   assert row["hit_rate"] == pytest.approx(8 / 18)
   assert row["misses_per_token"] == pytest.approx(10 / 3)
   assert row["moved_mb_per_token"] == pytest.approx(5 / 3)
   assert row["prefill_moved_mb_per_request"] == 1.0
   assert row["num_processes"] == 2
   assert row["layers"]["decode_misses"] == [1, 9]
+
+
+def test_distribution_leaves_out_what_does_not_exist():
+  found = metrics.distribution([1.0, None, 2.0, 3.0, 4.0, 5.0])
+  assert found == {"mean": 3.0, "p50": 3.0, "p95": pytest.approx(4.8)}
+  assert metrics.distribution([None]) is None
 
 
 def test_rows_are_kept_apart_and_in_order():

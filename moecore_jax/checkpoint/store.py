@@ -53,6 +53,7 @@ class Item:
     group: index of the expert group.
     start: first row.
     rows: number of rows.
+    files: {file name: bytes} of what Orbax wrote for it.
   """
 
   folder: str
@@ -61,6 +62,7 @@ class Item:
   group: int = 0
   start: int = 0
   rows: int = 0
+  files: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class StoreWriter:
@@ -126,7 +128,8 @@ class StoreWriter:
     target = self.folder / item.folder
     target.parent.mkdir(parents=True, exist_ok=True)
     self._checkpointer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
-    self._items.append(item)
+    files = {str(p.relative_to(target)): p.stat().st_size for p in _files(target)}
+    self._items.append(dataclasses.replace(item, files=files))
     return _num_bytes(arrays)
 
 
@@ -212,6 +215,9 @@ class StoredCheckpoint:
         yield _num_bytes(self._read(checkpointer, item))
 
   def _check_items(self, file: pathlib.Path) -> None:
+    for item in self.items:
+      if not (self.folder / item.folder).resolve().is_relative_to(self.folder.resolve()):
+        raise ValueError(f"{file}: item {item.folder!r} is outside the checkpoint folder")
     dense = [name for item in self.items if not item.bank for name in item.checksums]
     if sorted(dense) != sorted(self._paths):
       raise ValueError(f"{file}: dense parameters do not match config.json; convert again")
@@ -232,8 +238,13 @@ class StoredCheckpoint:
 
   def _read(self, checkpointer: ocp.Checkpointer, item: Item) -> dict[str, np.ndarray]:
     folder = self.folder / item.folder
-    if not folder.is_dir():
-      raise ValueError(f"{folder}: the item is missing; convert again")
+    for name, size in item.files.items():  # Orbax itself fails noisily
+      file = folder / name
+      if not file.is_file():
+        raise ValueError(f"{file}: the file is missing; convert again")
+      if file.stat().st_size != size:
+        got = file.stat().st_size
+        raise ValueError(f"{file}: has {got} bytes, expected {size}; convert again")
     args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in item.checksums}
     try:
       arrays = checkpointer.restore(
@@ -262,6 +273,10 @@ def dotted(path: Path) -> str:
 def _checkpointer() -> ocp.Checkpointer:
   """Uncompressed: weights hardly compress, and compression would hold a chunk more in memory."""
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _as_bytes(array: np.ndarray) -> np.ndarray:

@@ -1,0 +1,206 @@
+"""Conversion: whole or not at all, whatever happens on the way."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from checkpoints_convert import convert as convert_lib
+from checkpoints_convert.convert import convert
+from moecore_jax import checkpoint
+from moecore_jax.checkpoint import store
+from moecore_jax.cli import main
+from moecore_jax.testing.random_checkpoint import tiny_config, write_checkpoint
+
+
+@pytest.fixture
+def source(tmp_path):
+  folder = write_checkpoint(tmp_path / "source", shard_bytes=40_000)
+  (folder / "tokenizer.json").write_text('{"a": 1}')
+  (folder / "generation_config.json").write_text("{}")
+  (folder / "chat_template.jinja").write_text("{{ messages }}")
+  (folder / "README.md").write_text("not needed")
+  return folder
+
+
+def _names(folder):
+  return sorted(p.name for p in folder.iterdir())
+
+
+def test_what_is_written(source, tmp_path, capsys):
+  result = convert(str(source), str(tmp_path / "out"))
+  copied = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"]
+  assert _names(tmp_path / "out") == sorted([*copied, "banks", "dense", store.MANIFEST])
+  for name in copied:
+    assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+  assert _names(tmp_path) == ["out", "source"]
+  assert result["expert_format"] == "float32"
+  assert result["num_items"] == 3
+  assert set(result["skipped"]) == {
+    "model.layers.3.embed_tokens.weight",
+    "model.layers.3.shared_head.head.weight",
+  }
+  stored = store.StoredCheckpoint(tmp_path / "out")
+  assert result["fingerprint"] == stored.fingerprint
+  assert result["num_bytes"] == sum(stored.verify())
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert "convert: 100%" in err
+  assert "verify: 100%" in err
+
+
+def test_an_empty_output_folder_may_exist(source, tmp_path):
+  (tmp_path / "out").mkdir()
+  convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert store.is_store(tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "file", "link", "source"])
+def test_an_output_that_exists_is_left_alone(source, tmp_path, kind):
+  out = tmp_path / "out"
+  if kind == "checkpoint":
+    convert(str(source), str(out), show_progress=False)
+  elif kind == "file":
+    out.write_text("mine")
+  elif kind == "link":
+    out.symlink_to(tmp_path / "elsewhere")
+  else:
+    out = source
+  before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if not p.is_symlink()}
+  with pytest.raises(ValueError, match="the output exists; remove it or choose another folder"):
+    convert(str(source), str(out), show_progress=False)
+  assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if not p.is_symlink()} == before
+
+
+def test_a_missing_parent(source, tmp_path):
+  with pytest.raises(ValueError, match="its folder does not exist; create it first"):
+    convert(str(source), str(tmp_path / "a" / "out"), show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+def test_a_full_disk_is_refused_in_numbers(source, tmp_path, monkeypatch):
+  usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+  monkeypatch.setattr(convert_lib.shutil, "disk_usage", lambda _: usage)
+  with pytest.raises(ValueError, match=r"needs 0\.02 GB, the disk has 0\.00 GB free"):
+    convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+  "key", ["model.embed_tokens.weight", "model.layers.3.mlp.experts.7.down_proj.weight"]
+)
+def test_a_fault_found_on_the_way_leaves_nothing(source, tmp_path, key):
+  """NaN in the first and in the last weight that is read."""
+  index = json.loads((source / "model.safetensors.index.json").read_text())
+  file = source / index["weight_map"][key]
+  tensors = safetensors.numpy.load_file(file)
+  tensors[key][-1, -1] = np.nan
+  safetensors.numpy.save_file(tensors, file)
+  with pytest.raises(ValueError, match=f"{file.name}: tensor {key}: has NaN"):
+    convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+def test_a_write_that_does_not_read_back_leaves_nothing(source, tmp_path, monkeypatch):
+  """The read-back compares with what was meant to be written, not with what was."""
+  write = store.StoreWriter._write
+
+  def write_wrongly(self, item, arrays):
+    if item.bank == "experts":
+      arrays = {**arrays, "down": arrays["down"] + 1}
+    return write(self, item, arrays)
+
+  monkeypatch.setattr(store.StoreWriter, "_write", write_wrongly)
+  with pytest.raises(ValueError, match=r"experts\.0/000000: array down: its checksum is wrong"):
+    convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+def test_leftovers_of_a_killed_run_are_removed(source, tmp_path):
+  partial = tmp_path / "out.partial"
+  (partial / "banks" / "experts.9").mkdir(parents=True)
+  (partial / store.MANIFEST).write_text("{}")
+  convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert _names(tmp_path) == ["out", "source"]
+  assert _names(tmp_path / "out" / "banks") == ["experts.0", "mtp_experts.0"]
+  checkpoint.load(str(tmp_path / "out"), dtype=jnp.float32, expert_format="float32")
+
+
+def test_two_runs_do_not_write_one_output(source, tmp_path):
+  partial = tmp_path / "out.partial"
+  partial.mkdir()
+  (partial / "theirs").write_text("being written")
+  handle = os.open(partial, os.O_RDONLY)
+  try:
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    with pytest.raises(ValueError, match="another conversion is writing it"):
+      convert(str(source), str(tmp_path / "out"), show_progress=False)
+  finally:
+    os.close(handle)
+  assert _names(partial) == ["theirs"]
+
+
+def test_killed_at_any_moment_and_run_again(tmp_path):
+  """No folder of the output's name appears before it is whole; the next run completes."""
+  config = tiny_config(hidden_size=256, moe_intermediate_size=64, n_routed_experts=128)
+  source = write_checkpoint(tmp_path / "source", config, shard_bytes=8_000_000)
+  command = [sys.executable, "-m", "moecore_jax.cli.main", "convert"]
+  command += [f"--input={source}", f"--output={tmp_path / 'out'}"]
+  seen_partial = 0
+  for wait_s in (0.0, 0.2):
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (tmp_path / "out.partial").exists():
+      time.sleep(0.01)
+    time.sleep(wait_s)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if (tmp_path / "out").exists():
+      break
+    seen_partial += (tmp_path / "out.partial").exists()
+  assert seen_partial > 0
+  if (tmp_path / "out").exists():
+    shutil.rmtree(tmp_path / "out")
+  subprocess.run(command, check=True, capture_output=True)
+  assert _names(tmp_path) == ["out", "source"]
+  assert sum(store.StoredCheckpoint(tmp_path / "out").verify()) > 50_000_000
+
+
+@pytest.mark.parametrize(
+  ("arguments", "words"),
+  [
+    ([], "--input=INPUT is missing"),
+    (["--input={source}"], "--output=OUTPUT is missing"),
+    (["--input={new}", "--output={new}2"], "the checkpoint folder does not exist"),
+    (["--input={source}", "--output={source}"], "the output exists"),
+    (["--input={source}", "--output={new}", "--expert_format=int3"], "expert_format"),
+    (["--input={source}", "--output={new}", "--dtype=int8"], "dtype"),
+    (["--input={source}", "--output={new}/deep/er"], "its folder does not exist"),
+    (["--input={source}", "--output={new}", "--json=/nowhere/x.json"], "/nowhere/x.json"),
+  ],
+)
+def test_the_verb_refuses_wrong_input(source, tmp_path, capsys, arguments, words):
+  before = sorted(tmp_path.rglob("*"))
+  values = {"source": str(source), "new": str(tmp_path / "new")}
+  assert main.main(["convert", *[a.format(**values) for a in arguments]]) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert len(err.splitlines()) == 1
+  assert words in err
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_verb(source, tmp_path, capsys):
+  arguments = [f"--input={source}", f"--output={tmp_path / 'out'}", "--expert_format=bfloat16"]
+  assert main.main(["convert", *arguments, f"--json={tmp_path / 'result.json'}"]) == 0
+  assert str(tmp_path / "out") in capsys.readouterr().out
+  assert json.loads((tmp_path / "result.json").read_text())["expert_format"] == "bfloat16"
+  assert store.StoredCheckpoint(tmp_path / "out").expert_format == "bfloat16"

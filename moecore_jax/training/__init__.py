@@ -1,0 +1,1 @@
+"""Training of the demo model: generated text, tokenizer, packed batches, optax trainer, export."""

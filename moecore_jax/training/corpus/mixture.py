@@ -1,0 +1,54 @@
+"""The training text, and the held-out items drawn from the other side of the split."""
+
+import random
+from collections.abc import Iterator
+
+from moecore_jax.training.corpus import arithmetic, facts, functions, transcripts
+from moecore_jax.training.corpus.document import Document, is_held_out
+
+DOMAINS = ("math", "code", "qa", "agent")
+
+MIXTURE = {
+  arithmetic.problem: 0.33,
+  arithmetic.drill: 0.17,
+  facts.statements: 0.10,
+  facts.question: 0.16,
+  functions.function: 0.14,
+  transcripts.transcript: 0.10,
+}
+"""Share of the training documents that each generator writes."""
+
+HELD_OUT_SEED = 20_000
+PROBLEMS = {
+  "math": arithmetic.problem,
+  "code": functions.function,
+  "qa": facts.question,
+  "agent": transcripts.transcript,
+}
+"""The generator of each domain whose documents may be held out."""
+
+
+def sample(rng: random.Random) -> Document:
+  """One training document: drawn from the mixture, drawn again while its key is held out."""
+  generator = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+  while is_held_out((document := generator(rng)).key):
+    pass
+  return document
+
+
+def stream(seed: int, step: int) -> Iterator[Document]:
+  """The documents of one training step, endless; a function of (seed, step) alone."""
+  rng = random.Random(f"{seed}/{step}")
+  while True:
+    yield sample(rng)
+
+
+def held_out(domain: str, num_items: int) -> list[Document]:
+  """The first `num_items` held-out documents of a domain, with distinct keys."""
+  rng = random.Random(f"{HELD_OUT_SEED}/{domain}")
+  documents: dict[tuple, Document] = {}
+  while len(documents) < num_items:
+    document = PROBLEMS[domain](rng)
+    if is_held_out(document.key):
+      documents.setdefault(document.key, document)
+  return list(documents.values())

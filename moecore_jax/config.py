@@ -161,11 +161,33 @@ class EvalConfig:
 class TrainConfig:
   """Training from scratch.
 
+  The model's shapes are those of `model.published_config`.
+
   Attributes:
     seed: seed of initialisation, text and order, >= 0.
+    num_steps: steps in all, >= 1.
+    batch_rows: rows of packed documents in a step, >= 1.
+    row_tokens: tokens of a row; a document is never cut, so at least its longest, >= 128.
+    learning_rate: peak of the schedule, > 0; it ends at a hundredth.
+    warmup_steps: steps of linear warm-up, >= 0; a cosine follows.
+    weight_decay: of matrices, decoupled, >= 0.
+    mtp_weight: weight of the loss of the multi-token-prediction layer, >= 0.
+    balance_rate: change of an expert's selection bias a step, towards equal loads, >= 0.
+    capacity_factor: tokens that an expert takes in a step, as a multiple of the mean, >= 1.
+    checkpoint_every: steps from one checkpoint and held-out evaluation to the next, >= 1.
   """
 
   seed: int = 0
+  num_steps: int = 2000
+  batch_rows: int = 32
+  row_tokens: int = 128
+  learning_rate: float = 3e-3
+  warmup_steps: int = 100
+  weight_decay: float = 0.05
+  mtp_weight: float = 0.2
+  balance_rate: float = 1e-3
+  capacity_factor: float = 1.5
+  checkpoint_every: int = 100
 
 
 @dataclasses.dataclass
@@ -241,6 +263,18 @@ class RunConfig:
       _one_of("eval.systems", system, SYSTEMS)
     _at_least("eval.items_per_task", self.eval.items_per_task, 0)
     _at_least("eval.max_new_tokens", self.eval.max_new_tokens, 0)
+    self._validate_train()
+
+  def _validate_train(self) -> None:
+    train = self.train
+    _at_least("train.seed", train.seed, 0)
+    _at_least("train.row_tokens", train.row_tokens, 128)
+    for name in ("num_steps", "batch_rows", "capacity_factor", "checkpoint_every"):
+      _at_least(f"train.{name}", getattr(train, name), 1)
+    for name in ("warmup_steps", "weight_decay", "mtp_weight", "balance_rate"):
+      _at_least(f"train.{name}", getattr(train, name), 0)
+    if not train.learning_rate > 0:
+      raise _fault("train.learning_rate", train.learning_rate, "above 0", "try 3e-3")
 
   def freeze(
     self, model_spec: specs.ModelSpec

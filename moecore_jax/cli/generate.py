@@ -8,6 +8,7 @@ from pathlib import Path
 from absl import flags
 
 from moecore_jax.cli import options
+from moecore_jax.evaluation import tasks
 from moecore_jax.evaluation.results import write_atomic
 from moecore_jax.runtime.engine import Engine, Request
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
   """
   values = options.parse("generate", ABOUT, argv, _define, required=("prompt",))
   config, domain = values.config, values.domain
-  _check_domain(domain, config)
+  _check_domain(domain, config.model.checkpoint)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
   engine.warm_up()
   request = Request("prompt", values.prompt, values.max_new_tokens, domain)
@@ -49,6 +50,17 @@ def main(argv: Sequence[str]) -> int:
     result = json.dumps(dataclasses.asdict(completion), indent=1)
     write_atomic(Path(values.json), result + "\n")
   return 0
+
+
+def _check_domain(domain: str | None, folder: str) -> None:
+  """Refuses a domain that the checkpoint in a folder ("": the demo model) does not know."""
+  if domain is None:
+    return
+  profiles = Path(folder) / "profiles"
+  known = sorted(path.stem for path in profiles.glob("*")) if folder else tasks.task_names()
+  if domain not in known:
+    choices = f"choose one of {', '.join(known)}" if known else f"{profiles} has none, leave it out"
+    raise ValueError(f"--domain={domain}: got an unknown domain; {choices}")
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -75,7 +75,7 @@ def run(
 
 
 def _load(task: str, config: RunConfig) -> list[tasks.Item]:
-  items = tasks.load_items(task)[: config.eval.items_per_task or None]
+  items = tasks.load_items(task, config.eval.items_per_task)
   ids = [item.id for item in items]
   if len(set(ids)) < len(ids):
     raise ValueError(f"task {task}: two items have one id; make the ids distinct")

@@ -25,7 +25,7 @@ _PUBLISHED = {
   "topk_group": 1,
   "norm_topk_prob": True,
   "scoring_func": "sigmoid",
-  "routed_scaling_factor": 1.5,
+  "routed_scaling_factor": 2.0,
   "num_attention_heads": 4,
   "num_key_value_heads": 4,
   "q_lora_rank": None,
@@ -51,4 +51,7 @@ def get_config(preset: str = "") -> RunConfig:
   """Returns the config of the run that made the bundled weights."""
   if preset:
     raise ValueError(f"preset {preset!r} is unknown; this config has none")
-  return RunConfig(model=ModelConfig(published_config=_PUBLISHED), train=TrainConfig())
+  return RunConfig(
+    model=ModelConfig(published_config=_PUBLISHED),
+    train=TrainConfig(num_steps=3200, batch_rows=16, row_tokens=128, learning_rate=3e-3),
+  )

@@ -6,7 +6,7 @@ appears lies in 0..99:
   gains         a + b + c        a 10..59, b 2..20, c 2..19
   losses        a - b - c        a 40..99, b 2..20, c 2..19
   gain_loss     a + b - c        a 10..79, b 2..20, c 2..20
-  loss_gain     a - b + c        a 30..99, b 2..29, c 2..20
+  loss_gain     a - b + c        a 30..79, b 2..29, c 2..20
   product_gain  a * b + c        a 2..9, b 2..9, c 2..18
   product_loss  a * b - c        a 2..9, b 2..9, c 2..20, c < a * b
   change        a - b * c        b 2..9, c 2..9, b * c < a <= 99
@@ -113,7 +113,7 @@ def _operands(kind: str, rng: random.Random) -> tuple[int, int, int]:
   if kind == "gain_loss":
     return rng.randint(10, 79), rng.randint(2, 20), rng.randint(2, 20)
   if kind == "loss_gain":
-    return rng.randint(30, 99), rng.randint(2, 29), rng.randint(2, 20)
+    return rng.randint(30, 79), rng.randint(2, 29), rng.randint(2, 20)
   b, c = rng.randint(2, 9), rng.randint(2, 9)
   if kind == "product_gain":
     return b, c, rng.randint(2, 18)

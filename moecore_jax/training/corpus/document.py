@@ -36,7 +36,7 @@ class Document(NamedTuple):
 
 
 def is_held_out(key: tuple) -> bool:
-  """Tells whether the problem with this key is kept out of training, by a fixed hash of its repr."""
+  """Tells whether a problem is kept out of training, by a fixed hash of its key's repr."""
   if not key:
     return False
   digest = hashlib.sha256(repr(key).encode()).digest()

@@ -9,12 +9,12 @@ from moecore_jax.training.corpus.document import Document, is_held_out
 DOMAINS = ("math", "code", "qa", "agent")
 
 MIXTURE = {
-  arithmetic.problem: 0.33,
-  arithmetic.drill: 0.17,
-  facts.statements: 0.10,
-  facts.question: 0.16,
-  functions.function: 0.14,
-  transcripts.transcript: 0.10,
+  arithmetic.problem: 0.34,
+  arithmetic.drill: 0.13,
+  facts.statements: 0.13,
+  facts.question: 0.15,
+  functions.function: 0.13,
+  transcripts.transcript: 0.12,
 }
 """Share of the training documents that each generator writes."""
 

@@ -1,11 +1,10 @@
 """Domain `agent`: a user's request, a tool call, the tool's result, and a closing call of `reply`.
 
 Every assistant turn is one line of JSON, {"tool": ..., "args": {...}}. The tools are those of
-`TOOLS`: `light` (room, level 5..95 in fives), `timer` (minutes 2..90, label), `weather` (station),
-`event` (title, day, hour 8..19), `order` (item, count 2..30) and `route` (start, goal). What
+`TOOLS`: `light` (room, level 5..95 in fives), `timer` (minutes 2..90, label), `weather` (station,
+day), `event` (title, day, hour 8..19), `order` (item, count 2..30) and `route` (start, goal). What
 `weather` and `route` return is drawn freely, so the reply has to read it. Split: by the tool and
-every drawn value, so a held-out request may share its words with training but never the whole
-combination.
+the arguments of its call; a held-out request shares its words with training, never all of them.
 """
 
 import json
@@ -26,7 +25,7 @@ _Turn = tuple[str, dict[str, Any], dict[str, Any], str]  # request, arguments, r
 
 
 def transcript(rng: random.Random) -> Document:
-  """Request, call, result, reply; its key is the tool with every drawn value."""
+  """Request, call, result, reply; its key is the tool with its arguments."""
   tool = rng.choice(sorted(TOOLS))
   request, args, result, reply = TOOLS[tool](rng)
   parts = (
@@ -35,7 +34,7 @@ def transcript(rng: random.Random) -> Document:
     Part(f"tool: {_json(result)}\nassistant:\n", False),
     Part(_call("reply", {"text": reply}), True),
   )
-  return Document("agent", parts, key=(tool, *args.values(), *result.values()))
+  return Document("agent", parts, key=(tool, *args.values()))
 
 
 def _call(tool: str, args: dict[str, Any]) -> str:
@@ -65,12 +64,13 @@ def _timer(rng: random.Random) -> _Turn:
 
 
 def _weather(rng: random.Random) -> _Turn:
-  station, sky, degrees = rng.choice(STATIONS), rng.choice(SKIES), rng.randint(1, 35)
+  station, day = rng.choice(STATIONS), rng.choice(DAYS)
+  sky, degrees = rng.choice(SKIES), rng.randint(1, 35)
   request = rng.choice(
-    (f"How is the weather at the {station}?", f"Forecast for the {station}, please.")
+    (f"How is the weather at the {station} on {day}?", f"{day} forecast for the {station}, please.")
   )
-  reply = f"It is {sky} at the {station}, {degrees} degrees."
-  return request, {"station": station}, {"sky": sky, "degrees": degrees}, reply
+  reply = f"On {day} the {station} is {sky}, {degrees} degrees."
+  return request, {"station": station, "day": day}, {"sky": sky, "degrees": degrees}, reply
 
 
 def _event(rng: random.Random) -> _Turn:

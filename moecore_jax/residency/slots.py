@@ -154,13 +154,13 @@ def plan_step(
   return StepPlan(order, position, total, hit, early)
 
 
-def protected(plan: StepPlan, index: Int32[Array, ""]) -> Bool[Array, "N"]:
-  """Returns the experts that a load for member `index` of the plan must not evict.
+def protected(plan: StepPlan) -> Bool[Array, "N"]:
+  """Returns the experts that a load of this step must not evict: all but the early members.
 
-  While the early members run one at a time, those that have run may leave; the rest are held until
-  all have run.
+  An early member needs no protection: it leaves only for one behind it in the order, and has run by
+  then if it was there. The others, at most K_l, are held until all of them have run.
   """
-  return plan.position >= jnp.minimum(index, plan.num_early)
+  return plan.position >= plan.num_early
 
 
 def choose_slot(

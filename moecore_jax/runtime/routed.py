@@ -140,7 +140,7 @@ def run_routed(
       priority = policy.priority(carry.signals, jax.random.fold_in(key, i))
     else:
       priority = slots_lib.prefill_priority(carry.tables, index)
-    held = slots_lib.protected(plan, i) if policy.evicts else jnp.ones(num_experts, bool)
+    held = slots_lib.protected(plan) if policy.evicts else jnp.ones(num_experts, bool)
     slot, evicted = slots_lib.choose_slot(carry.tables, index, priority, held, max_slots)
     row = jnp.where(slot < 0, transient_row, slot)
     stored = fetch(bank, index * num_experts + expert)

@@ -36,7 +36,7 @@ def run_step(policy, max_slots, tables, state, layer, topk_ids, scores, valid, k
     expert = plan.order[i]
     absent = tables.expert_to_slot[layer, jnp.minimum(expert, scores.shape[1] - 1)] < 0
     loads = (i < plan.num_experts) & absent
-    held = residency.protected(plan, i) if policy.evicts else jnp.ones_like(resident)
+    held = residency.protected(plan) if policy.evicts else jnp.ones_like(resident)
     slot, victim = residency.choose_slot(
       tables, layer, policy.priority(state, jax.random.fold_in(key, i)), held, max_slots
     )

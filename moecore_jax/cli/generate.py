@@ -10,7 +10,8 @@ from absl import flags
 from moecore_jax.cli import options
 from moecore_jax.evaluation import tasks
 from moecore_jax.evaluation.results import write_atomic
-from moecore_jax.runtime.engine import Engine, Request
+from moecore_jax.runtime.engine import Engine
+from moecore_jax.runtime.requests import Request, prompt_tokens
 
 ABOUT = """Streams the completion of a prompt, then prints its TTFT, TPOT and hit rate."""
 
@@ -31,11 +32,11 @@ def main(argv: Sequence[str]) -> int:
   config, domain = values.config, values.domain
   _check_domain(domain, config.model.checkpoint)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
-  engine.warm_up()
   request = Request("prompt", values.prompt, values.max_new_tokens, domain)
+  vocab_size, context_tokens = engine.model_spec.vocab_size, engine.spec.context_tokens
+  prompt_tokens(request, engine.tokenizer, vocab_size, context_tokens, engine.domains)
+  engine.warm_up()  # compiles, after all that can be refused, so that TTFT leaves it out
   (completion,) = engine.generate([request], on_token=_print_piece)
-  if completion.error is not None:
-    raise ValueError(completion.error)
   metrics = completion.metrics
   if metrics.tpot_ms is None:
     decoding = "a single token, so no TPOT"

@@ -19,6 +19,7 @@ import tokenizers
 
 from moecore_jax import checkpoint
 from moecore_jax.config import RunConfig
+from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.quantization import formats
 from moecore_jax.runtime import program as program_lib
@@ -104,8 +105,8 @@ class Engine:
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
-    self.state: DecodeState = jax.jit(state_lib.init_state, static_argnums=(0, 1))(
-      self.program, residency
+    self.state: DecodeState = _committed(
+      jax.jit(state_lib.init_state, static_argnums=(0, 1))(self.program, residency)
     )
     self._totals = np.zeros(self.state.counters.shape, np.int64)
     self._running: dict[int, _Running] = {}
@@ -185,7 +186,7 @@ class Engine:
   def reset_residency(self) -> None:
     """Empties the slot pool, its tables and the policy's signals, all together."""
     empty = jax.jit(lambda: state_lib.init_state(self.program, self.residency).groups)()
-    self.state = dataclasses.replace(self.state, groups=empty)
+    self.state = dataclasses.replace(self.state, groups=_committed(empty))
 
   def _run_chunk(self, piece, bucket, row, offset, max_new_tokens, all_logits) -> PrefillOut:
     chunk = Chunk(
@@ -378,6 +379,11 @@ class Engine:
 
 def _bytes(tree) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _committed(tree):
+  """Ties arrays to their device, as a step's results are, so that no program is compiled twice."""
+  return jax.device_put(tree, default_device())
 
 
 def _stack(trees: list[Params]) -> Params:

@@ -36,8 +36,7 @@ with open("done", "w") as f:
 def passes(program: str, timeout_s: float = TIMEOUT_S) -> bool:
   """Tells whether a Python program runs to its end without an error.
 
-  The process is isolated from our environment variables and packages (`python -I`, an empty
-  environment), starts in an empty temporary folder, and has limits on CPU time, memory, file size,
+  The process is isolated from our environment variables and folder (`python -I`), starts in an empty temporary folder, and has limits on CPU time, memory, file size,
   open files and wall time. The limits stop a model's accidents; they are no defence against an
   adversary, who needs a container around the whole evaluation.
 

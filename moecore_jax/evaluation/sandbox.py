@@ -36,9 +36,10 @@ with open("done", "w") as f:
 def passes(program: str, timeout_s: float = TIMEOUT_S) -> bool:
   """Tells whether a Python program runs to its end without an error.
 
-  The process is isolated from our environment variables and folder (`python -I`), starts in an empty temporary folder, and has limits on CPU time, memory, file size,
-  open files and wall time. The limits stop a model's accidents; they are no defence against an
-  adversary, who needs a container around the whole evaluation.
+  The process is isolated from our environment variables and folder (`python -I`), starts in an
+  empty temporary folder, and has limits on CPU time, memory, file size, open files and wall time.
+  The limits stop a model's accidents; they are no defence against an adversary, who needs a
+  container around the whole evaluation.
 
   Args:
     program: source text; one that ends early, even with exit code 0, does not pass.

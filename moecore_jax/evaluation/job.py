@@ -60,7 +60,9 @@ def run(
         pending = _pending(items, log.rows, system)
         if not any(pending.values()):
           continue
+        progress.set_description(f"{system}, compiling")
         engine = engines.pop(system, None) or _open(config, system, open_engine)
+        engine.warm_up()  # so that the first request's latency is that of the others
         log.write("systems.json", {**(log.read("systems.json") or {}), system: _describe(engine)})
         for task, left in pending.items():
           progress.set_description(f"{system} {task}")
@@ -103,9 +105,7 @@ def _pending(
 
 
 def _open(config: RunConfig, system: str, open_engine: OpenEngine) -> Engine:
-  engine = open_engine(config.model.checkpoint or None, config.for_system(system))
-  engine.warm_up()  # compiles, so that the first request's latency is that of the others
-  return engine
+  return open_engine(config.model.checkpoint or None, config.for_system(system))
 
 
 def _describe(engine: Engine) -> dict[str, Any]:

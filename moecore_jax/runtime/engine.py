@@ -137,10 +137,13 @@ class Engine:
     return cls(loaded.spec, residency, spec, loaded.params, loaded.banks, tokenizer)
 
   def warm_up(self) -> None:
-    """Compiles the decode step and every prefill bucket, by running each without a token."""
+    """Compiles all programs that `generate` runs, by running them without a token."""
     for bucket in self.spec.prefill_buckets:
       self._run_chunk(np.zeros(0, np.int32), bucket, 0, 0, 0, all_logits=False)
     self.decode_step()
+    self.release(0)
+    bool(self.state.active[0])
+    self.counters()
 
   # Rows, one at a time.
 

@@ -32,6 +32,7 @@ from moecore_jax.config import RunConfig
 from moecore_jax.models.experts import HostExpert
 from moecore_jax.models.transformer import Transformer
 from moecore_jax.runtime.engine import Engine
+from moecore_jax.specs import ModelSpec
 
 Oracle = Mapping[str, np.ndarray]
 _REQUIRED = ("input_ids", "logits", "greedy_tokens", "decode_logits")
@@ -77,6 +78,30 @@ def read_oracle(path: str) -> Oracle:
   return oracle
 
 
+def check_oracle(spec: ModelSpec, oracle: Oracle) -> None:
+  """Checks that an oracle can be of this model.
+
+  Raises:
+    ValueError: arrays are missing or do not fit the model.
+  """
+  names = [f"{prefix}layer{i}_topk_idx" for i in spec.moe_layers for prefix in ("", "dec_")]
+  if any(name.startswith("mtp_hidden") for name in oracle):
+    depths = [f"mtp_hidden_d{d + 1}" for d in range(len(spec.mtp_layers))]
+    names += ["mtp_hidden_in", *depths, "mtp_logits", "mtp_tokens"]
+  missing = [name for name in names if name not in oracle]
+  if missing:
+    raise ValueError(f"the oracle lacks {', '.join(missing[:3])}")
+  if oracle["logits"].shape[-1] != spec.vocab_size:
+    got = oracle["logits"].shape[-1]
+    raise ValueError(f"the oracle has {got} logits a token, the model {spec.vocab_size}")
+  for name in ("input_ids", "greedy_tokens"):
+    ids = oracle[name]
+    if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+      raise ValueError(f"{name} is {ids.dtype}{list(ids.shape)}, expected int [batch, length]")
+    if ids.min() < 0 or ids.max() >= spec.vocab_size:
+      raise ValueError(f"{name} has ids outside 0..{spec.vocab_size - 1}")
+
+
 def make_engine(loaded: Loaded, oracle: Oracle, slots: int) -> Engine:
   """Builds a float32 engine that fits the oracle.
 
@@ -88,14 +113,8 @@ def make_engine(loaded: Loaded, oracle: Oracle, slots: int) -> Engine:
   Raises:
     ValueError: the slots, the tokens or the context do not fit the model.
   """
+  check_oracle(loaded.spec, oracle)
   prompts, steps = oracle["input_ids"], oracle["greedy_tokens"].shape[1]
-  vocab = oracle["logits"].shape[-1]
-  if vocab != loaded.spec.vocab_size:
-    raise ValueError(f"the oracle has {vocab} logits a token, the model {loaded.spec.vocab_size}")
-  for layer in loaded.spec.moe_layers:
-    for name in (f"layer{layer}_topk_idx", f"dec_layer{layer}_topk_idx"):
-      if name not in oracle:
-        raise ValueError(f"the oracle lacks {name}, the experts of layer {layer}")
   config = RunConfig()
   config.residency.all_resident = not slots
   config.residency.slots_per_layer = slots or 1
@@ -224,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     return 2
   with jax.default_matmul_precision("highest"):
     rows = list(compare_engine(engine, oracle, args.atol))
-    if "mtp_logits" in oracle and loaded.spec.mtp_layers:
+    if "mtp_hidden_in" in oracle:
       rows += compare_mtp(loaded, oracle, args.atol)
   print(table(rows))
   failed = sum(not row.ok for row in rows)

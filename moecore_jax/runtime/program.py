@@ -3,6 +3,7 @@ its trace.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -72,6 +73,13 @@ class Program:
   policy: PolicyName
   rhac: RhacSpec
   max_slots: tuple[int, ...]
+
+  def __hash__(self) -> int:
+    return self._hash  # taken at every dispatch, so not worked out anew
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash(dataclasses.astuple(self))
 
   @property
   def dtype(self) -> jnp.dtype:

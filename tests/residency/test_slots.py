@@ -23,6 +23,10 @@ steps = st.lists(
   st.tuples(st.integers(0, len(SLOTS) - 1), ids_of_step, valid_of_step), min_size=1, max_size=12
 )
 
+jitted_plan = jax.jit(residency.plan_step, static_argnums=4)
+jitted_choose = jax.jit(residency.choose_slot, static_argnums=4)
+jitted_place = jax.jit(residency.place)
+
 
 @functools.cache
 def jitted_step(name):
@@ -105,12 +109,9 @@ def test_plan_equals_plain_python(ids, valid, data, evicts):
   assert plan.num_early == (max(0, len(union) - num_slots) if evicts else len(misses))
 
 
-jitted_plan = jax.jit(residency.plan_step, static_argnums=4)
-
-
 @pytest.mark.parametrize("evicts", [True, False])
 def test_plan_of_padding_only_is_empty(evicts):
-  plan = residency.plan_step(
+  plan = jitted_plan(
     jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, bool), jnp.ones(5, bool), jnp.int32(1), evicts
   )
   np.testing.assert_array_equal(plan.order, [5] * 5)
@@ -120,7 +121,7 @@ def test_plan_of_padding_only_is_empty(evicts):
 
 def test_plan_ignores_ids_that_name_no_expert():
   ids = jnp.asarray([[-1, 2], [5, 4], [-7, 2]], jnp.int32)
-  plan = residency.plan_step(ids, jnp.ones(3, bool), jnp.zeros(5, bool), jnp.int32(2), True)
+  plan = jitted_plan(ids, jnp.ones(3, bool), jnp.zeros(5, bool), jnp.int32(2), True)
   np.testing.assert_array_equal(plan.order, [2, 4, 5, 5, 5])
   assert int(plan.num_experts) == 2
 
@@ -158,16 +159,13 @@ def test_victim_equals_plain_python(data):
   assert (int(slot), int(evicted)) == expected
 
 
-jitted_choose = jax.jit(residency.choose_slot, static_argnums=4)
-
-
 def filled_tables(slots, rows, max_slots=None):
   """Returns tables whose layers hold the experts of `rows` from their first slot on."""
   tables = residency.init_tables(N, slots, max_slots)
   for layer, row in enumerate(rows):
     for i, expert in enumerate(row):
       slot = jnp.int32(sum(slots[:layer]) + i)
-      tables = residency.place(tables, layer, jnp.int32(expert), slot)
+      tables = jitted_place(tables, layer, jnp.int32(expert), slot)
   return tables
 
 
@@ -176,9 +174,9 @@ def test_priority_that_is_no_number_is_the_lowest():
   tables = filled_tables((3,), [(0, 1, 2)])
   priority = jnp.asarray([1, jnp.nan, -5, 0, 0, 0], jnp.float32)
   held = jnp.zeros(N, bool)
-  assert [int(x) for x in residency.choose_slot(tables, 0, priority, held, 3)] == [1, 1]
+  assert [int(x) for x in jitted_choose(tables, 0, priority, held, 3)] == [1, 1]
   everywhere = jnp.full(N, jnp.nan)
-  assert [int(x) for x in residency.choose_slot(tables, 0, everywhere, held, 3)] == [0, 0]
+  assert [int(x) for x in jitted_choose(tables, 0, everywhere, held, 3)] == [0, 0]
 
 
 def test_absent_and_padding_signals_do_not_matter():
@@ -187,26 +185,25 @@ def test_absent_and_padding_signals_do_not_matter():
   held = jnp.zeros(N, bool)
   for poison in (jnp.nan, -jnp.inf, jnp.inf):
     priority = jnp.asarray([2, 1, 3, poison, poison, poison], jnp.float32)
-    assert [int(x) for x in residency.choose_slot(tables, 1, priority, held, 3)] == [3, 1]
+    assert [int(x) for x in jitted_choose(tables, 1, priority, held, 3)] == [3, 1]
 
 
 @pytest.mark.parametrize("name", ["rhac", "lru", "lfu", "fifo", "random"])
 def test_a_miss_never_evicts_what_the_step_still_needs(name):
   """Slots {0, 1, 2}, each used 5 times; then one step needs {3, 4}: both present, 2 slots apart."""
-  policy = residency.make_policy(name)
-  run = jax.jit(functools.partial(driver.run_step, policy, 3))
-  tables, state = residency.init_tables(N, (3,)), policy.init(N)
-  scores, key = np.zeros((1, N), np.float32), jax.random.key(0)
-  for _ in range(5):
-    for pair in ((0, 1), (1, 2), (2, 0)):
-      tables, state, _ = run(
-        tables, state, 0, np.array([pair], np.int32), scores, np.ones(1, bool), key
-      )
-  assert sorted(tables.slot_to_expert[:3].tolist()) == [0, 1, 2]
-  tables, state, log = run(
-    tables, state, 0, np.array([(3, 4)], np.int32), scores, np.ones(1, bool), key
-  )
-  where = tables.expert_to_slot[0, jnp.asarray([3, 4])].tolist()
+  tables, state = residency.init_tables(N, SLOTS, MAX_SLOTS), residency.make_policy(name).init(N)
+  layer, scores, key = SLOTS.index(3), np.zeros((T, N), np.float32), jax.random.key(0)
+  only_first = np.arange(T) == 0
+
+  def run(pair):
+    ids = np.array([pair, (5, 5), (5, 5)], np.int32)
+    return jitted_step(name)(tables, state, layer, ids, scores, only_first, key)
+
+  for pair in 5 * ((0, 1), (1, 2), (2, 0)):
+    tables, state, _ = run(pair)
+  assert np.flatnonzero(residency.resident(tables, layer)).tolist() == [0, 1, 2]
+  tables, state, log = run((3, 4))
+  where = tables.expert_to_slot[layer, jnp.asarray([3, 4])].tolist()
   assert min(where) >= 0 and where[0] != where[1]
   assert int(log.plan.num_resident) == 0
 
@@ -215,23 +212,16 @@ def test_a_miss_never_evicts_what_the_step_still_needs(name):
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 def test_every_expert_in_one_step_runs_in_waves(name, num_slots):
   """Six misses, fewer slots: each is loaded once, and the last `num_slots` stay."""
-  policy = residency.make_policy(name)
-  tables = residency.init_tables(N, (num_slots,))
+  layer = SLOTS.index(num_slots)
   ids = np.array([(5, 4), (3, 2), (1, 0)], np.int32)
-  tables, _, log = jax.jit(functools.partial(driver.run_step, policy, num_slots))(
-    tables,
-    policy.init(N),
-    0,
-    ids,
-    np.zeros((T, N), np.float32),
-    np.ones(T, bool),
-    jax.random.key(0),
-  )
+  scores, valid = np.zeros((T, N), np.float32), np.ones(T, bool)
+  tables = residency.init_tables(N, SLOTS, MAX_SLOTS)
+  state = residency.make_policy(name).init(N)
+  tables, _, log = jitted_step(name)(tables, state, layer, ids, scores, valid, jax.random.key(0))
   assert log.plan.order.tolist() == [5, 4, 3, 2, 1, 0]
   assert (log.slots >= 0).all()
   assert int(log.plan.num_early) == N - num_slots
-  resident = np.flatnonzero(residency.resident(tables, 0)).tolist()
-  assert resident == list(range(num_slots))
+  assert np.flatnonzero(residency.resident(tables, layer)).tolist() == list(range(num_slots))
 
 
 def test_last_layer_with_few_slots_reads_its_own():
@@ -253,7 +243,7 @@ def test_last_layer_with_few_slots_reads_its_own():
 def test_place_nowhere_changes_nothing():
   tables = filled_tables((2, 3), [(5, 3), (0, 1, 2)])
   for expert in (3, 4):
-    after = residency.place(tables, 0, jnp.int32(expert), jnp.int32(-1))
+    after = jitted_place(tables, 0, jnp.int32(expert), jnp.int32(-1))
     jax.tree.map(np.testing.assert_array_equal, after, tables)
 
 

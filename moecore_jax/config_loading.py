@@ -24,7 +24,8 @@ def load_config(config: str, overrides: Sequence[str] = ()) -> RunConfig:
 
   Args:
     config: `FILE` or `FILE:PRESET`, the file relative to the working directory.
-    overrides: assignments such as "residency.slots_per_layer=4", applied in order.
+    overrides: assignments such as "residency.slots_per_layer=4", applied in order; a tuple that is
+      assigned several times gathers all elements.
 
   Returns:
     A config of its own, which may be changed further.

@@ -5,10 +5,14 @@ Exit codes: 0 done, 1 failure, 2 the user's fault (one message on stderr, nothin
 
 import difflib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
+
+import jax
 
 import moecore_jax
 
@@ -90,7 +94,10 @@ def _raised_by(trace: TracebackType | None) -> str:
 
 
 def run() -> None:
-  """Entry point of the console script."""
+  """Entry point of the console script; compiled programs are kept for the next start."""
+  if not jax.config.jax_compilation_cache_dir:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moecore-jax"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
   sys.exit(main(sys.argv[1:]))
 
 

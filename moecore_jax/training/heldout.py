@@ -33,13 +33,16 @@ class Domain(NamedTuple):
 
 
 def load(tokenizer: tokenizers.Tokenizer, num_items: int) -> dict[str, Domain]:
-  """Returns the first `num_items` held-out items of each domain."""
+  """Returns the first `num_items` held-out items of each domain, all of one width T."""
+  encoded = {
+    name: [encode(tokenizer, document) for document in corpus.held_out(name, num_items)]
+    for name in corpus.DOMAINS
+  }
+  shape = (num_items, max(len(ids) for items in encoded.values() for ids, _ in items))
   domains = {}
-  for name in corpus.DOMAINS:
-    encoded = [encode(tokenizer, document) for document in corpus.held_out(name, num_items)]
-    shape = (num_items, max(len(ids) for ids, _ in encoded))
+  for name, items in encoded.items():
     domain = Domain(np.full(shape, PAD_ID, np.int32), np.zeros(shape, bool))
-    for row, (ids, weights) in enumerate(encoded):
+    for row, (ids, weights) in enumerate(items):
       domain.tokens[row, : len(ids)] = ids
       domain.is_target[row, : len(ids)] = np.equal(weights, 1.0)
     domains[name] = domain
@@ -58,7 +61,7 @@ def make_evaluate(graphdef: nnx.GraphDef, domains: dict[str, Domain]):
     out = nnx.merge(graphdef, params, biases)(tokens)
     right = (jnp.argmax(out.logits[:, :-1], -1) == tokens[:, 1:]) | ~is_target[:, 1:]
     num_experts = out.loads[0].shape[0]
-    real = (tokens != PAD_ID).reshape(-1, 1, 1)
+    real = (tokens != PAD_ID).astype(jnp.int32).reshape(-1, 1, 1)
     counts = [
       (jax.nn.one_hot(routing.topk_ids, num_experts, dtype=jnp.int32) * real).sum((0, 1))
       for routing in out.routings

@@ -142,7 +142,7 @@ def make_step(
 
     (_, (loss, mtp_loss, loads)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    max_load = jnp.stack([load.max() / load.mean() for load in loads]).mean()
+    max_load = jnp.stack([load.max().astype(jnp.float32) / load.mean() for load in loads]).mean()
     return (
       TrainState(
         optax.apply_updates(state.params, updates),
@@ -150,7 +150,7 @@ def make_step(
         opt_state,
         state.step + 1,
       ),
-      StepMetrics(loss, mtp_loss, max_load, optax.global_norm(grads)),
+      StepMetrics(loss, mtp_loss, max_load, optax.tree.norm(grads)),
     )
 
   return jax.jit(step, donate_argnums=0)

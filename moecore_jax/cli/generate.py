@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
   engine.warm_up()  # compiles, after all that can be refused, so that TTFT leaves it out
   (completion,) = engine.generate([request], on_token=_print_piece)
   metrics = completion.metrics
+  if metrics is None:
+    raise ValueError(completion.error)
   if metrics.tpot_ms is None:
     decoding = "a single token, so no TPOT"
   else:

@@ -95,7 +95,7 @@ def _raised_by(trace: TracebackType | None) -> str:
 
 def run() -> None:
   """Entry point of the console script; compiled programs are kept for the next start."""
-  if not jax.config.jax_compilation_cache_dir:
+  if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moecore-jax"
     jax.config.update("jax_compilation_cache_dir", str(cache))
   sys.exit(main(sys.argv[1:]))

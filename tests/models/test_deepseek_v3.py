@@ -1,4 +1,4 @@
-"""The whole-sequence forward pass against reference activations of a random DeepSeek-V3 checkpoint."""
+"""The whole-sequence forward pass against reference activations of a random checkpoint."""
 
 import pathlib
 
@@ -29,7 +29,7 @@ def test_logits_routes_and_weights(model, oracle):
   np.testing.assert_allclose(out.logits, oracle["logits"], atol=ATOL, rtol=0)
   for layer, routing in zip(model.spec.moe_layers, out.routings, strict=True):
     order = np.argsort(routing.topk_ids, axis=-1)
-    shape = tokens.shape + (-1,)
+    shape = (*tokens.shape, -1)
     ids = np.take_along_axis(np.asarray(routing.topk_ids), order, -1).reshape(shape)
     weights = np.take_along_axis(np.asarray(routing.topk_weights), order, -1).reshape(shape)
     np.testing.assert_array_equal(ids, oracle[f"layer{layer}_topk_idx"])

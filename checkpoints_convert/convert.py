@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import ml_dtypes
 import numpy as np
@@ -62,7 +62,7 @@ def convert(
   _one_of("expert_format", expert_format, ("", *EXPERT_FORMATS))
   _one_of("dtype", dtype, ("", *DENSE_DTYPES))
   checkpoint = PublishedCheckpoint(source)
-  fmt: ExpertFormat = expert_format or _published_format(checkpoint)
+  fmt = cast(ExpertFormat, expert_format) if expert_format else _published_format(checkpoint)
   plan = _dense_plan(checkpoint, dtype)
   total = _output_bytes(checkpoint, plan, fmt)
   target = pathlib.Path(output)
@@ -104,7 +104,7 @@ def _dense_plan(checkpoint: PublishedCheckpoint, dtype: str) -> dict[Path, _Dens
   wanted = template.dense_template(checkpoint.spec, _FLOATS[dtype or "float32"])
   plan = {}
   for rule in checkpoint.keymap.dense:
-    leaf = wanted
+    leaf: Any = wanted
     for part in rule.target:
       leaf = leaf[part]
     published = np.result_type(*map(checkpoint.dtype_of, rule.sources))

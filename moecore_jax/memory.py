@@ -29,7 +29,8 @@ def placement(kind: MemoryKind, device: jax.Device | None = None) -> SingleDevic
 
 def default_device() -> jax.Device:
   """Returns the device on which programs run when nothing else is asked for."""
-  return jax.config.jax_default_device or jax.local_devices()[0]
+  configured = jax.config.jax_default_device  # pyrefly: ignore[missing-attribute]
+  return configured or jax.local_devices()[0]
 
 
 def num_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:

@@ -106,7 +106,8 @@ def place_dense(
   """
   params: dict[str, Any] = {}
   for path, array in leaves:
-    node, at = params, wanted
+    node: Any = params
+    at: Any = wanted
     for part in path[:-1]:
       node, at = node.setdefault(part, {}), at[part]
     leaf = at[path[-1]]

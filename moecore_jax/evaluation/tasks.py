@@ -62,7 +62,7 @@ def load_items(task: str, limit: int = 0) -> list[Item]:
     raise ValueError(f"task {task!r} is unknown; choose from {', '.join(_SCORERS)}")
   lines = (_WORKLOADS / f"{task}.jsonl").read_text(encoding="utf-8").splitlines()
   rows = [json.loads(line) for line in lines[: limit or None]]
-  return [Item(**{**row, "stop": tuple(row["stop"])}) for row in rows]
+  return [Item(**(row | {"stop": tuple(row["stop"])})) for row in rows]
 
 
 def score(item: Item, text: str) -> bool:

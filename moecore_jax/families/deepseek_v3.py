@@ -63,7 +63,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     attention, MoESpec(router, expert_dim, expert_dim * (config.get("n_shared_experts") or 0))
   )
   num_layers, num_dense = get("num_hidden_layers"), config.get("first_k_dense_replace", 0)
-  dense = LayerSpec(attention, DenseSpec(get("intermediate_size"))) if num_dense else None
+  dense = LayerSpec(attention, DenseSpec(get("intermediate_size"))) if num_dense else moe
   eos = config.get("eos_token_id")
   return ModelSpec(
     family=MODEL_TYPE,
@@ -174,9 +174,10 @@ class _Rules:
     self.dense((*path, "attention_norm", "scale"), prefix + "input_layernorm.weight", (dim,))
     self.dense((*path, "mlp_norm", "scale"), prefix + "post_attention_layernorm.weight", (dim,))
     self.attention((*path, "attention"), prefix + "self_attn.", layer.attention)
-    if bank is None:
+    if isinstance(layer.mlp, DenseSpec):
       self.mlp((*path, "mlp"), prefix + "mlp.", layer.mlp.hidden_dim)
       return
+    assert bank is not None
     moe, mlp = layer.mlp, prefix + "mlp."
     num_experts, width = moe.router.num_experts, moe.expert_dim
     self.dense(

@@ -59,7 +59,8 @@ class RoutedExperts(nnx.Module):
       rows = jax.device_put(lax.slice_in_dim(rows, start, start + count), jax.memory.Space.Device)
       return formats.unpack(rows, self.format, self.dtype)
 
-    return fetch(self.gate_up[...]), fetch(self.down[...])
+    gate_up, down = (fetch(getattr(self, name)[...]) for name in ("gate_up", "down"))
+    return gate_up, down
 
 
 def bank_layout(

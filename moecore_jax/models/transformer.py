@@ -15,7 +15,7 @@ from moecore_jax.models.attention.mla import MLAttention
 from moecore_jax.models.experts import RoutedExperts, run_all_at_once
 from moecore_jax.models.layers import SwiGLU, linear, rms_norm
 from moecore_jax.models.router import Router, Routing
-from moecore_jax.specs import DenseSpec, ExpertFormat, LayerSpec, ModelSpec
+from moecore_jax.specs import DenseSpec, ExpertFormat, LayerSpec, ModelSpec, MoESpec
 
 
 class MoEBlock(nnx.Module):
@@ -23,10 +23,9 @@ class MoEBlock(nnx.Module):
   RoutedExperts.
   """
 
-  def __init__(self, spec: LayerSpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-    moe = spec.mlp
-    self.router = Router(moe.router, embed_dim, rngs)
-    self.shared = SwiGLU(embed_dim, moe.shared_dim, dtype, rngs) if moe.shared_dim else None
+  def __init__(self, spec: MoESpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+    self.router = Router(spec.router, embed_dim, rngs)
+    self.shared = SwiGLU(embed_dim, spec.shared_dim, dtype, rngs) if spec.shared_dim else None
 
   def add_shared(self, routed: jax.Array, h: jax.Array) -> jax.Array:
     """Returns routed [T, D] plus the shared expert's output for h [T, D]."""
@@ -41,9 +40,9 @@ class DecoderLayer(nnx.Module):
     self.attention = MLAttention(spec.attention, embed_dim, dtype, rngs)
     self.mlp_norm = rms_norm(embed_dim, eps, dtype, rngs)
     if isinstance(spec.mlp, DenseSpec):
-      self.mlp = SwiGLU(embed_dim, spec.mlp.hidden_dim, dtype, rngs)
+      self.mlp: SwiGLU | MoEBlock = SwiGLU(embed_dim, spec.mlp.hidden_dim, dtype, rngs)
     else:
-      self.mlp = MoEBlock(spec, embed_dim, dtype, rngs)
+      self.mlp = MoEBlock(spec.mlp, embed_dim, dtype, rngs)
 
   @property
   def is_moe(self) -> bool:
@@ -209,6 +208,7 @@ def moe_layer(
   """
   x = x + layer.attention(layer.attention_norm(x), positions)
   h = layer.mlp_norm(x).reshape(-1, x.shape[-1])
+  assert isinstance(layer.mlp, MoEBlock)
   routing = layer.mlp.router(h)
   capacity = h.shape[0]
   if capacity_factor is not None:

@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from moecore_jax.runtime.requests import (
   prompt_tokens,
 )
 from moecore_jax.runtime.state import DecodeState, StepOut
-from moecore_jax.specs import EngineSpec, ModelSpec, ResidencySpec
+from moecore_jax.specs import EngineSpec, ExpertFormat, ModelSpec, ResidencySpec
 
 DEMO = pathlib.Path(__file__).parents[1] / "assets" / "demo"
 
@@ -128,7 +128,7 @@ class Engine:
     loaded = checkpoint.load(
       str(path or DEMO),
       dtype=jnp.dtype(config.engine.dtype),
-      expert_format=config.engine.expert_format,
+      expert_format=cast(ExpertFormat, config.engine.expert_format),
     )
     residency, spec, _ = config.freeze(loaded.spec)
     tokenizer = (
@@ -192,13 +192,9 @@ class Engine:
     self.state = dataclasses.replace(self.state, groups=_committed(empty))
 
   def _run_chunk(self, piece, bucket, row, offset, max_new_tokens, all_logits) -> PrefillOut:
-    chunk = Chunk(
-      np.pad(piece, (0, bucket - len(piece))),
-      np.int32(len(piece)),
-      np.int32(row),
-      np.int32(offset),
-      np.int32(max_new_tokens),
-    )
+    scalars: Any = map(np.int32, (len(piece), row, offset, max_new_tokens))
+    padded: Any = np.pad(piece, (0, bucket - len(piece)))
+    chunk = Chunk(padded, *scalars)
     self.state, out = jit_prefill_chunk(
       self.program, self.params, self.banks, self.state, chunk, all_logits
     )

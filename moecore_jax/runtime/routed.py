@@ -144,7 +144,7 @@ def run_routed(
     slot, evicted = slots_lib.choose_slot(carry.tables, index, priority, held, max_slots)
     row = jnp.where(slot < 0, transient_row, slot)
     stored = fetch(bank, index * num_experts + expert)
-    pool = {
+    pool: ExpertArrays = {
       name: lax.dynamic_update_index_in_dim(carry.pool[name], stored[name], row, 0)
       for name in stored
     }
@@ -163,7 +163,8 @@ def run_routed(
         outputs, h, topk_ids, expert, lambda x: run_expert(program, pool, row, x)
       )
   else:
-    rows = block_rows(*topk_ids.shape, num_experts)
+    num_tokens, fan_out = topk_ids.shape
+    rows = block_rows(num_tokens, fan_out, num_experts)
     dispatch = experts_lib.sort_by_expert(topk_ids, valid, num_experts, rows)
 
     def apply(expert, pool, row, outputs):

@@ -1,7 +1,7 @@
 """The training loss, the balancing of selection biases, and one optimiser step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,9 @@ class StepMetrics(NamedTuple):
 
 def create(spec: ModelSpec, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
   """Returns (graph definition, parameters, selection biases) of an untrained model."""
-  return nnx.split(Transformer(spec, rngs=nnx.Rngs(seed)), nnx.Param, SelectionBias)
+  model = Transformer(spec, rngs=nnx.Rngs(seed))
+  graphdef, params, biases = nnx.split(model, nnx.Param, SelectionBias)
+  return graphdef, params, biases
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
@@ -88,7 +90,7 @@ def loss_fn(
     The loss, and (next-token loss, MTP loss, loads: int32 [N] of each MoE layer, then of each MTP
     layer).
   """
-  tokens, weights = batch
+  tokens, weights = jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
   out = model(tokens, capacity_factor)
   total = weights[:, 1:].sum()
   loss = _cross_entropy(out.logits, tokens, weights, 1) / total
@@ -145,7 +147,7 @@ def make_step(
     max_load = jnp.stack([load.max().astype(jnp.float32) / load.mean() for load in loads]).mean()
     return (
       TrainState(
-        optax.apply_updates(state.params, updates),
+        cast(nnx.State, optax.apply_updates(state.params, updates)),
         balance(state.biases, loads, train.balance_rate),
         opt_state,
         state.step + 1,

@@ -37,7 +37,8 @@ def write(
     key: x if key.endswith(_FLOAT32_KEYS) else x.astype(ml_dtypes.bfloat16)
     for key, x in tensors.items()
   }
-  safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+  weights = safetensors.numpy.save(tensors, {"format": "pt"})
+  (folder / "model.safetensors").write_bytes(weights)
   (folder / "config.json").write_text(json.dumps(dict(published), indent=2) + "\n")
   tokenizer.save(str(folder / "tokenizer.json"))
 

@@ -1,6 +1,8 @@
 """The demo model's byte-pair tokenizer: digits one by one, any text as bytes.
 
-Vocabulary: two special tokens, the 256 bytes, then merges learnt from the training text.
+Vocabulary: two special tokens, the 256 bytes, then merges learnt from the training text. Merges
+stay inside the pieces of `PIECES`: an option's letter such as ` (A)`, a digit, a word, a run of signs,
+white space.
 """
 
 import itertools
@@ -14,6 +16,7 @@ PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|eos|>"
 PAD_ID, EOS_ID = 0, 1
 VOCAB_SIZE = 1024
 NUM_DOCUMENTS = 24_000
+PIECES = r" ?\([A-Z]\)|\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train(seed: int, vocab_size: int = VOCAB_SIZE, num_documents: int = NUM_DOCUMENTS):
@@ -30,8 +33,8 @@ def train(seed: int, vocab_size: int = VOCAB_SIZE, num_documents: int = NUM_DOCU
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
     [
-      pre_tokenizers.Digits(individual_digits=True),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+      pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
   )
   tokenizer.decoder = decoders.ByteLevel()

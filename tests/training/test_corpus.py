@@ -66,7 +66,8 @@ def test_every_fact_is_stated_in_training(training_documents, bundled):
     statements = [s.format(land=land, value=value) for s in facts.PHRASES[relation][0]]
     assert any(statement in text for statement in statements)
   for item in bundled["qa"]:
-    assert item.answer.partition(" Answer:")[0] in text
+    stated = item.answer.partition(" Answer:")[0]
+    assert re.sub(r" \([A-D]\)", "", stated) in text
 
 
 @pytest.mark.parametrize("domain", ["code", "agent"])
@@ -117,11 +118,11 @@ def test_the_right_option_is_the_fact():
   for _ in range(500):
     document = facts.question(rng)
     prompt, answer = (part.text for part in document.parts)
-    options = dict(line.split(". ") for line in prompt.splitlines()[1:])
-    assert len(set(options.values())) == 4
+    options = {letter: value for value, letter in re.findall(r"(\w+) \(([A-D])\)", prompt)}
+    assert "".join(options) == "ABCD" and len(set(options.values())) == 4
     letter = answer.strip()[-1]
     assert options[letter] == facts.world()[document.key]
-    assert f" {options[letter]}." in answer
+    assert f" {options[letter]} ({letter})." in answer
 
 
 @pytest.mark.parametrize("index", range(len(functions.FAMILIES)))

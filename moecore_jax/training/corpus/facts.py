@@ -4,7 +4,7 @@ The world is fixed by `WORLD_SEED`: the value of (land, relation) is drawn from 
 values. Training holds all 384 facts as statements, in two paraphrases a relation. It holds
 multiple-choice questions only on part of the (land, relation) pairs: the pair is the key of the
 split, so a held-out question asks for a fact that was only ever stated. The answer first states the
-fact, then gives the letter of the matching option.
+fact with the letter of its option, then the letter alone.
 """
 
 import functools
@@ -167,8 +167,8 @@ def question(rng: random.Random) -> Document:
   options = rng.sample([v for v in VALUES[relation] if v != value], len(LETTERS) - 1)
   options.insert(rng.randrange(len(LETTERS)), value)
   stated, asked = PHRASES[relation]
-  lines = [f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=True)]
-  prompt = "Question: " + rng.choice(asked).format(land=land) + "\n" + "\n".join(lines) + "\n"
+  choices = ", ".join(f"{o} ({letter})" for letter, o in zip(LETTERS, options, strict=True))
+  prompt = f"Question: {rng.choice(asked).format(land=land)}\nOptions: {choices}\n"
   letter = LETTERS[options.index(value)]
-  answer = f"{stated[0].format(land=land, value=value)} Answer: {letter}\n"
+  answer = stated[0].format(land=land, value=f"{value} ({letter})") + f" Answer: {letter}\n"
   return Document("qa", (Part(prompt, False), Part(answer, True)), key=(land, relation))

@@ -1,8 +1,8 @@
 """The demo model's byte-pair tokenizer: digits one by one, any text as bytes.
 
 Vocabulary: two special tokens, the 256 bytes, then merges learnt from the training text. Merges
-stay inside the pieces of `PIECES`: an option's letter such as ` (A)`, a digit, a word, a run of signs,
-white space.
+stay inside the pieces of `PIECES`: an option's letter such as ` (A)`, a digit, a word, a run of
+signs, white space.
 """
 
 import itertools

@@ -1,86 +1,137 @@
 """The generators, and the split between training text and held-out items."""
 
+import functools
 import itertools
 import json
+import pathlib
 import random
 import re
+from typing import NamedTuple
 
 import pytest
 
-from moecore_jax.evaluation import sandbox
-from moecore_jax.training import corpus, workloads
+import moecore_jax
+from moecore_jax.config_loading import load_config
+from moecore_jax.evaluation import sandbox, tasks
+from moecore_jax.training import corpus, tokenizer, workloads
+from moecore_jax.training.batches import encode
 from moecore_jax.training.corpus import arithmetic, facts, functions
 
-NUM_STEPS, DOCUMENTS_A_STEP = 40, 500
+ROOT = pathlib.Path(moecore_jax.__file__).parents[1]
+
+DOCUMENTS_A_STEP = 70  # more than the demo's batches draw
+
+
+class Training(NamedTuple):
+  """What the whole training text of the demo model holds, read from the texts alone.
+
+  Attributes:
+    operands: the numbers of each math prompt.
+    questions: (land, relation) of each qa prompt.
+    statements: sentences of the qa statements.
+    texts: whole texts of the other domains.
+    keys: the generators' own keys.
+  """
+
+  operands: set[tuple[int, ...]]
+  questions: set[tuple[str, str]]
+  statements: set[str]
+  texts: dict[str, set[str]]
+  keys: set[tuple]
 
 
 @pytest.fixture(scope="module")
-def training_documents():
-  """Documents of the very stream that the demo model is trained on, of steps across the run."""
-  return [
-    document
-    for step in range(0, 50 * NUM_STEPS, 50)
-    for document in itertools.islice(corpus.stream(0, step), DOCUMENTS_A_STEP)
-  ]
+def training():
+  """Every step of the run that made the bundled weights."""
+  seen = Training(set(), set(), set(), {"code": set(), "agent": set()}, set())
+  train = load_config(str(ROOT / "configs" / "demo_train.py")).train
+  for step in range(train.num_steps):
+    for document in itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP):
+      seen.keys.add(document.key)
+      prompt = document.parts[0].text
+      if document.domain == "math":
+        seen.operands.add(_numbers(prompt))
+      elif document.domain != "qa":
+        seen.texts[document.domain].add(document.text)
+      elif prompt.startswith("Question: "):
+        seen.questions.add(_asked(prompt))
+      else:
+        seen.statements.update(re.findall(r"[^.:]+\.", prompt.removeprefix("Atlas:")))
+  return seen
 
 
 @pytest.fixture(scope="module")
 def bundled():
-  return {domain: workloads.items(domain) for domain in corpus.DOMAINS}
+  return {domain: tasks.load_items(domain) for domain in corpus.DOMAINS}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
   return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def test_no_held_out_operands_occur_in_training(training_documents, bundled):
-  """Read from the texts alone, without the generators' own keys."""
+@functools.cache
+def _questions() -> dict[str, tuple[str, str]]:
+  """Every way of asking for every fact."""
+  return {
+    form.format(land=land): (land, relation)
+    for relation, (_, forms) in facts.PHRASES.items()
+    for form in forms
+    for land in facts.LANDS
+  }
+
+
+def _asked(prompt: str) -> tuple[str, str]:
+  return _questions()[prompt.partition("\n")[0].removeprefix("Question: ")]
+
+
+def test_a_step_draws_fewer_documents():
+  words = tokenizer.train(0)
+  train = load_config(str(ROOT / "configs" / "demo_train.py")).train
+  for step in range(20):
+    drawn = itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP)
+    tokens = sum(len(encode(words, document)[0]) for document in drawn)
+    assert tokens > 1.2 * train.batch_rows * train.row_tokens
+
+
+def test_no_held_out_operands_occur_in_training(training, bundled):
   held_out = {_numbers(item.prompt) for item in bundled["math"]}
   assert len(held_out) == len(bundled["math"]) and all(len(n) == 3 for n in held_out)
-  prompts = [d.parts[0].text for d in training_documents if d.domain == "math"]
-  assert len(prompts) > 1000
-  assert not held_out & {_numbers(prompt) for prompt in prompts}
+  assert len(training.operands) > 10_000
+  assert not held_out & training.operands
 
 
-def test_no_held_out_question_occurs_in_training(training_documents, bundled):
+def test_no_held_out_question_occurs_in_training(training, bundled):
   """A held-out (land, relation) pair is never asked for, in any paraphrase, with any options."""
-
-  def asked(prompt: str) -> tuple[str, str]:
-    question = prompt.partition("\n")[0]
-    land = next(land for land in facts.LANDS if land in question)
-    words = question.replace(land, "{land}").removeprefix("Question: ")
-    return land, next(r for r, (_, forms) in facts.PHRASES.items() if words in forms)
-
-  held_out = {asked(item.prompt) for item in bundled["qa"]}
+  held_out = {_asked(item.prompt) for item in bundled["qa"]}
   assert len(held_out) == len(bundled["qa"])
-  prompts = [
-    d.parts[0].text for d in training_documents if d.parts[0].text.startswith("Question: ")
-  ]
-  assert len(prompts) > 1000
-  assert not held_out & {asked(prompt) for prompt in prompts}
+  assert len(training.questions) > 250
+  assert not held_out & training.questions
 
 
-def test_every_fact_is_stated_in_training(training_documents, bundled):
-  text = " ".join(d.text for d in training_documents if d.text.startswith("Atlas: "))
+def test_every_fact_is_stated_in_training(training, bundled):
   for (land, relation), value in facts.world().items():
-    statements = [s.format(land=land, value=value) for s in facts.PHRASES[relation][0]]
-    assert any(statement in text for statement in statements)
+    for form in facts.PHRASES[relation][0]:
+      assert " " + form.format(land=land, value=value) in training.statements
   for item in bundled["qa"]:
     stated = item.answer.partition(" Answer:")[0]
-    assert re.sub(r" \([A-D]\)", "", stated) in text
+    assert " " + re.sub(r" \([A-D]\)", "", stated) in training.statements
 
 
 @pytest.mark.parametrize("domain", ["code", "agent"])
-def test_no_held_out_prompt_occurs_in_training(training_documents, bundled, domain):
-  texts = {d.text for d in training_documents if d.domain == domain}
-  assert len(texts) > 500
+def test_no_held_out_prompt_occurs_in_training(training, bundled, domain):
+  assert len(training.texts[domain]) > 1000
   for item in bundled[domain]:
-    assert not any(text.startswith(item.prompt) for text in texts)
+    assert not any(text.startswith(item.prompt) for text in training.texts[domain])
 
 
-def test_no_key_of_training_is_held_out(training_documents):
-  keys = [document.key for document in training_documents if document.key]
-  assert keys and not any(map(corpus.is_held_out, keys))
+def test_no_key_of_training_is_held_out(training):
+  assert not any(map(corpus.is_held_out, training.keys))
+
+
+@pytest.mark.parametrize("domain", corpus.DOMAINS)
+def test_the_bundled_items_are_the_held_out_ones(bundled, domain):
+  assert bundled[domain] == workloads.items(domain)
+  assert all(corpus.is_held_out(document.key) for document in corpus.held_out(domain, 64))
 
 
 def test_held_out_share():

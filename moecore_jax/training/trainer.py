@@ -143,6 +143,8 @@ def _tokenizer(workdir: Path, seed: int) -> tokenizers.Tokenizer:
 
 def _check_asked(workdir: Path, asked: dict[str, Any]) -> None:
   """Writes config.json into a fresh workdir; refuses one that belongs to another run."""
+  if workdir.exists() and not workdir.is_dir():
+    raise ValueError(f"workdir {workdir} is a file; choose a folder")
   workdir.mkdir(parents=True, exist_ok=True)
   path, text = workdir / "config.json", json.dumps(asked, indent=1) + "\n"
   if not path.exists():

@@ -15,9 +15,13 @@ def get_config(preset: str = "") -> RunConfig:
   config = RunConfig(
     residency=ResidencyConfig(policy="rhac", slots_per_layer=8),
     engine=EngineConfig(
-      batch_size=4, context_tokens=256, prefill_buckets=(32, 128), kv_block_tokens=128
+      batch_size=4,
+      context_tokens=256,
+      prefill_buckets=(64,),
+      kv_block_tokens=128,
+      layer_loop="scanned",
     ),
-    eval=EvalConfig(tasks=("math", "qa", "code", "agent"), systems=SYSTEMS, items_per_task=32),
+    eval=EvalConfig(tasks=("math", "qa", "code", "agent"), systems=SYSTEMS),
   )
   if not preset:
     return config

@@ -36,7 +36,7 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
   assert residency.policy == policy
   assert residency.slots == (slots,) * 4
   assert config.eval.systems == systems
-  assert engine == specs.EngineSpec(4, 256, (32, 128), 128)
+  assert engine == specs.EngineSpec(4, 256, (64,), 128, layer_loop="scanned")
   assert device == specs.DeviceSpec()
   assert hash((residency, engine, device)) == hash(config.freeze(_model_spec()))
 
@@ -182,7 +182,7 @@ def test_every_field_is_documented():
 def test_config_dict_is_plain():
   config = moecore.load_config(DEMO)
   plain = config.to_dict()
-  assert plain["engine"]["prefill_buckets"] == [32, 128]
+  assert plain["engine"]["prefill_buckets"] == [64]
   changed = copy.deepcopy(config)
   changed.residency.rhac.window = 3
   assert changed.to_dict() != plain

@@ -11,6 +11,7 @@ Source: DeepSeek-V2 (2024), section 2.1.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from moecore_jax.models.layers import apply_rope, linear, rms_norm, yarn_mscale
 from moecore_jax.specs import MLASpec
@@ -65,7 +66,9 @@ class MLAttention(nnx.Module):
       q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
     q = q.reshape((*x.shape[:2], spec.num_heads, -1))
     q_nope, q_rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
-    absorbed = jnp.einsum("bthn,hnr->bthr", q_nope, self.k_up_proj[...])
+    absorbed = lax.platform_dependent(
+      q_nope, self.k_up_proj[...], cuda=_absorb_in_two_rows, default=_absorb
+    )
     q = jnp.concatenate([absorbed, apply_rope(q_rope, positions, spec.rope)], axis=-1)
     return q * jnp.asarray(self.scale, q.dtype)
 
@@ -90,3 +93,19 @@ class MLAttention(nnx.Module):
         self.queries(x, positions), rows, rows, is_causal=True, scale=1.0
       )
     )
+
+
+def _absorb(q_nope: jax.Array, k_up: jax.Array) -> jax.Array:
+  """Folds the key up-projection [H, nope, R] into queries [B, T, H, nope]: [B, T, H, R]."""
+  return jnp.einsum("bthn,hnr->bthr", q_nope, k_up)
+
+
+def _absorb_in_two_rows(q_nope: jax.Array, k_up: jax.Array) -> jax.Array:
+  """The same; a single row gets a row of zeros for company.
+
+  XLA for GPUs turns the product of one row into a reduction, and for that transposes the stacked
+  weights of all scanned layers.
+  """
+  if q_nope.shape[:2] != (1, 1):
+    return _absorb(q_nope, k_up)
+  return _absorb(jnp.pad(q_nope, ((0, 0), (0, 1), (0, 0), (0, 0))), k_up)[:, :1]

@@ -95,7 +95,7 @@ class EngineConfig:
       in chunks of the last.
     kv_block_tokens: tokens of one block of the attention loop, >= 1.
     dtype: activations and dense weights, float32 or bfloat16.
-    expert_format: storage of routed experts, float32 or bfloat16.
+    expert_format: storage of routed experts, float32 or bfloat16; no wider than dtype.
     layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).
   """
 
@@ -247,6 +247,10 @@ class RunConfig:
       raise _fault("engine.prefill_buckets", buckets, expected, "drop the longer ones")
     _one_of("engine.dtype", eng.dtype, ("float32", "bfloat16"))
     _one_of("engine.expert_format", eng.expert_format, EXPERT_FORMATS)
+    if eng.dtype == "bfloat16" and eng.expert_format == "float32":
+      # Some compilers would convert the whole pool outside the loop over experts.
+      expected = "bfloat16, for engine.dtype is bfloat16"
+      raise _fault("engine.expert_format", eng.expert_format, expected, "set both to bfloat16")
     _one_of("engine.layer_loop", eng.layer_loop, ("unrolled", "scanned"))
     _at_least("sampling.temperature", self.sampling.temperature, 0)
     _at_least("sampling.top_k", self.sampling.top_k, 0)

@@ -84,6 +84,7 @@ def test_names_may_be_listed_with_commas(text):
     (DEMO, ("engine.prefill_buckets=(64,512)",), ("engine.prefill_buckets", "256")),
     (DEMO, ("engine.dtype=float16",), ("engine.dtype", "float16", "bfloat16")),
     (DEMO, ("engine.expert_format=int3",), ("engine.expert_format", "int3")),
+    (DEMO, ("engine.dtype=bfloat16",), ("engine.expert_format", "float32", "set both")),
     (DEMO, ("residency.rhac.window=33",), ("residency.rhac.window", "1..32")),
     (DEMO, ("residency.rhac.decay=1.0",), ("residency.rhac.decay", "1.0")),
     (DEMO, ("residency.rhac.average_weight=nan",), ("residency.rhac.average_weight", "nan")),

@@ -67,14 +67,9 @@ def convert(
   total = _output_bytes(checkpoint, plan, fmt)
   target = pathlib.Path(output)
   _check_output(target, total)
-  with _partial_folder(target) as partial, contextlib.closing(store.StoreWriter(partial)) as writer:
+  with _partial_folder(target) as partial, memory.returning_freed_blocks():
     with _progress("convert", total, show_progress) as bar:
-      for written in writer.write_dense(_dense_leaves(checkpoint, plan)):
-        bar.update(written)
-      for chunk in assemble.expert_chunks(checkpoint.keymap, checkpoint.read, checkpoint.spec, fmt):
-        bar.update(writer.write_chunk(chunk))
-        del chunk
-    writer.finish(checkpoint.folder, fmt, checkpoint.fingerprint())
+      _write(checkpoint, partial, plan, fmt, bar)
     stored = store.StoredCheckpoint(partial)
     with _progress("verify", total, show_progress) as bar:
       for read in stored.verify():
@@ -98,6 +93,22 @@ class _Dense(NamedTuple):
   path: Path
   shape: tuple[int, ...]
   dtype: np.dtype
+
+
+def _write(
+  checkpoint: PublishedCheckpoint,
+  folder: pathlib.Path,
+  plan: dict[Path, _Dense],
+  fmt: ExpertFormat,
+  bar: tqdm.tqdm,
+) -> None:
+  with contextlib.closing(store.StoreWriter(folder)) as writer:
+    for written in writer.write_dense(_dense_leaves(checkpoint, plan)):
+      bar.update(written)
+    for chunk in assemble.expert_chunks(checkpoint.keymap, checkpoint.read, checkpoint.spec, fmt):
+      bar.update(writer.write_chunk(chunk))
+      del chunk
+    writer.finish(checkpoint.folder, fmt, checkpoint.fingerprint())
 
 
 def _dense_plan(checkpoint: PublishedCheckpoint, dtype: str) -> dict[Path, _Dense]:

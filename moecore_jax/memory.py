@@ -5,9 +5,12 @@ Two kinds of memory matter: the device's own, and host memory that the device re
 only by `jax.device_put` inside a program.
 """
 
+import contextlib
+import ctypes
 import functools
 import math
 import os
+from collections.abc import Iterator
 from typing import Literal
 
 import jax
@@ -20,6 +23,8 @@ MemoryKind = Literal["device", "pinned_host"]
 
 CUDA_HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 CUDA_HOST_LIMIT_DEFAULT_GB = 64
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # names of malloc.h
 
 
 def placement(kind: MemoryKind, device: jax.Device | None = None) -> SingleDeviceSharding:
@@ -62,6 +67,26 @@ def write_rows(bank: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
   """
   rows = jax.device_put(rows, jax.memory.Space.Host)
   return lax.dynamic_update_slice_in_dim(bank, rows, start, axis=0)
+
+
+@contextlib.contextmanager
+def returning_freed_blocks() -> Iterator[None]:
+  """Lets freed blocks of 1 MB and more go back to the system at once, within the context.
+
+  glibc keeps blocks of up to 32 MB for reuse, in an arena of each thread: several chunks of a bank
+  that is streamed by a pool of threads. Another C library is left as it is. Afterwards blocks are
+  kept again, for programs that allocate the same temporaries at every step.
+  """
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+  if mallopt is None:
+    yield
+    return
+  mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+  try:
+    yield
+  finally:
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+    mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def check_host_limit(needed_bytes: int, backend: str | None = None) -> None:

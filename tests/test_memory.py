@@ -1,5 +1,7 @@
 """Memory kinds of what is allocated, and the limit of CUDA's pinned host pool."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,18 @@ def test_a_bank_within_the_pool_or_on_another_backend_is_accepted(monkeypatch):
   memory.check_host_limit(int(699e9), "gpu")
   memory.check_host_limit(int(9999e9), "cpu")
   memory.check_host_limit(int(9999e9), "tpu")
+
+
+def test_freed_blocks_are_returned():
+  """Within the context a freed block leaves the process; afterwards memory works as before."""
+  with memory.returning_freed_blocks():
+    blocks = [np.ones(4 << 20, np.uint8) for _ in range(16)]
+    held = _resident_bytes()
+    del blocks
+    assert held - _resident_bytes() >= 60 << 20
+  np.testing.assert_array_equal(np.ones(4 << 20, np.uint8), 1)
+
+
+def _resident_bytes():
+  with open("/proc/self/statm") as f:
+    return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,7 @@ from moecore_jax.models.experts import bank_layout
 from moecore_jax.quantization.formats import expert_bytes, pack
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
-MIN_CHUNK_BYTES = 8 << 20
+MIN_CHUNK_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 256 << 20
 
 ReadTensor = Callable[[str], np.ndarray]
@@ -77,11 +77,11 @@ class BankChunk(NamedTuple):
 
 
 def rows_per_chunk(rows: int, row_bytes: int) -> int:
-  """Returns how many rows move together: about 1/64 of the bank, 8 to 256 MB, at least one row.
+  """Returns how many rows move together: 1/128 of the bank, 16 to 256 MB, at least a row.
 
   A load has a few chunks in memory beside the bank itself, so that this bounds its peak.
   """
-  target = min(max(rows * row_bytes // 64, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+  target = min(max(rows * row_bytes // 128, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
   return min(rows, max(1, target // row_bytes))
 
 

@@ -79,8 +79,9 @@ def _load(
 ) -> Loaded:
   wanted = template.bank_template(spec, fmt)
   memory.check_host_limit(template.total_bytes(wanted))
-  params = place_dense(leaves, template.dense_template(spec, dtype))
-  banks = fill_banks(chunks, wanted)
+  with memory.returning_freed_blocks():
+    params = place_dense(leaves, template.dense_template(spec, dtype))
+    banks = fill_banks(chunks, wanted)
   tokenizer = folder / "tokenizer.json"
   return Loaded(
     spec=spec,

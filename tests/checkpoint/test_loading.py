@@ -174,7 +174,7 @@ def test_chunks_of_any_size_give_the_same_bank(tmp_path, monkeypatch, chunk_byte
 def test_rows_per_chunk():
   mb = 1 << 20
   assert assemble.rows_per_chunk(8, 1024) == 8  # a small bank is one chunk
-  assert assemble.rows_per_chunk(1024, 2 * mb) == 16  # 2 GB: 1/64
+  assert assemble.rows_per_chunk(2048, 2 * mb) == 16  # 4 GB: 1/128
   assert assemble.rows_per_chunk(100_000, 10 * mb) == 25  # at most 256 MB
   assert assemble.rows_per_chunk(10, 300 * mb) == 1  # at least a row
 

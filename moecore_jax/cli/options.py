@@ -48,7 +48,8 @@ def parse(
   parse_flags(values, argv)
   for name in required:
     if not values[name].value:
-      raise ValueError(f"--{name}={name.upper()} is missing; see moecore {verb} --help")
+      fault = "is missing" if values[name].value is None else "is empty"
+      raise ValueError(f"--{name}={name.upper()} {fault}; see moecore {verb} --help")
   if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
     raise ValueError(f"--json={values.json}: its folder does not exist; create it first")
   return values

@@ -43,14 +43,25 @@ def num_bytes(shape: tuple[int, ...], dtype: jnp.dtype) -> int:
   return math.prod(shape) * np.dtype(dtype).itemsize
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def zeros_on_host(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-  """Allocates zeros in pinned host memory.
+@functools.partial(jax.jit, static_argnums=1)
+def first_rows(rows: jax.Array, num_rows: int) -> jax.Array:
+  """Allocates an array in pinned host memory and writes its first rows.
 
-  The placement is made inside the program: what `jit(out_shardings=...)` returns has a type that
-  says device memory.
+  Both are in one program because XLA allocates host memory only for what it is written into: zeros
+  alone would be made on the device and copied. The placement is made inside the program, because
+  what `jit(out_shardings=...)` returns has a type that says device memory.
+
+  Args:
+    rows: [n, ...], on the host or on the device.
+    num_rows: static, R >= n.
+
+  Returns:
+    [R, ...] in pinned host memory; undefined from row n on, until `write_rows` writes it.
   """
-  return jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host)
+  whole = jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype)
+  whole = jax.device_put(whole, jax.memory.Space.Host)
+  rows = jax.device_put(rows, jax.memory.Space.Host)
+  return lax.dynamic_update_slice_in_dim(whole, rows, 0, axis=0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -11,24 +11,26 @@ from moecore_jax import memory
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint32])
-def test_rows_are_written_in_place_in_pinned_host_memory(dtype):
-  bank = memory.zeros_on_host((5, 2, 3), np.dtype(dtype))
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_rows_are_written_in_place_in_pinned_host_memory(dtype, first):
+  rows = np.arange(30, dtype=dtype).reshape(5, 2, 3)
+  bank = memory.first_rows(rows[:first], 5)
+  for start in range(first, 5, 2):
+    before = bank
+    bank = memory.write_rows(before, rows[start : start + 2], np.int32(start))
+    assert before.is_deleted()
   assert bank.sharding.memory_kind == "pinned_host"
   assert jax.typeof(bank).memory_space == jax.memory.Space.Host
-  rows = np.arange(12, dtype=dtype).reshape(2, 2, 3)
-  written = memory.write_rows(bank, rows, np.int32(3))
-  assert bank.is_deleted()
-  assert written.sharding.memory_kind == "pinned_host"
-  assert jax.typeof(written).memory_space == jax.memory.Space.Host
-  np.testing.assert_array_equal(written, np.concatenate([np.zeros((3, 2, 3), dtype), rows]))
+  np.testing.assert_array_equal(bank, rows)
 
 
-def test_a_bank_of_one_chunk_does_not_share_the_chunks_memory():
+@pytest.mark.parametrize("num_rows", [4, 8])
+def test_a_bank_does_not_share_memory_with_the_rows_it_was_made_of(num_rows):
   rows = np.ones((4, 8, 16), np.uint32)
-  bank = memory.write_rows(memory.zeros_on_host(rows.shape, rows.dtype), rows, np.int32(0))
-  bank.block_until_ready()
+  bank = memory.first_rows(rows, num_rows).block_until_ready()
+  bank = memory.write_rows(bank, rows, np.int32(num_rows - 4)).block_until_ready()
   rows[:] = 7
-  np.testing.assert_array_equal(bank, np.ones_like(rows))
+  np.testing.assert_array_equal(bank, np.ones((num_rows, 8, 16), np.uint32))
 
 
 def test_writing_needs_no_second_bank():

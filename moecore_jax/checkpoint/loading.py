@@ -136,12 +136,21 @@ def fill_banks(
     The filled banks, structured as `wanted`.
   """
   banks = {name: tuple({} for _ in groups) for name, groups in wanted.items()}
+  written = {(name, g): 0 for name, groups in wanted.items() for g in range(len(groups))}
   for chunk in chunks:
-    arrays = banks[chunk.bank][chunk.group]
+    arrays, key = banks[chunk.bank][chunk.group], (chunk.bank, chunk.group)
+    assert chunk.start == written[key], f"rows of {key} from {chunk.start}, not {written[key]}"
+    written[key] += len(chunk.arrays["down"])
     for name, leaf in wanted[chunk.bank][chunk.group].items():
+      rows = chunk.arrays.pop(name)
       if chunk.start == 0:
-        arrays[name] = memory.zeros_on_host(leaf.shape, leaf.dtype)
-      arrays[name] = memory.write_rows(arrays[name], chunk.arrays.pop(name), np.int32(chunk.start))
+        arrays[name] = memory.first_rows(rows, leaf.shape[0])
+      else:
+        arrays[name] = memory.write_rows(arrays[name], rows, np.int32(chunk.start))
+      del rows
       arrays[name].block_until_ready()
+  for (name, g), rows in written.items():  # what is not written is undefined
+    expected = wanted[name][g]["down"].shape[0]
+    assert rows == expected, f"{rows} of {expected} rows of {name} {g} were written"
   template.check_against(banks, wanted)
   return banks

@@ -258,10 +258,24 @@ def test_a_bank_on_the_device_is_found():
   on_device = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wanted)
   with pytest.raises(AssertionError, match=r"'device'.*expected.*'pinned_host'"):
     template.check_against(on_device, wanted)
-  on_host = jax.tree.map(lambda leaf: memory.zeros_on_host(leaf.shape, leaf.dtype), wanted)
+  on_host = jax.tree.map(
+    lambda leaf: memory.first_rows(np.zeros(leaf.shape, leaf.dtype), leaf.shape[0]), wanted
+  )
   template.check_against(on_host, wanted)
   with pytest.raises(AssertionError, match="leaves differ"):
     template.check_against({"experts": on_host["experts"]}, wanted)
+
+
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_rows_that_no_chunk_writes_are_found(tmp_path, monkeypatch, lost):
+  """What is not written is undefined memory, so a hole must not go unnoticed."""
+  monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", 20_000)
+  monkeypatch.setattr(assemble, "MAX_CHUNK_BYTES", 20_000)
+  opened = published.PublishedCheckpoint(write_checkpoint(tmp_path / "c"))
+  chunks = list(assemble.expert_chunks(opened.keymap, opened.read, opened.spec, "float32"))
+  del chunks[lost]
+  with pytest.raises(AssertionError, match="rows of"):
+    loading.fill_banks(chunks, template.bank_template(opened.spec, "float32"))
 
 
 def test_loaded_is_frozen(tmp_path):

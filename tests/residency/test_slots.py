@@ -142,11 +142,13 @@ def test_victim_equals_plain_python(data):
   first = sum(SLOTS[:layer])
   row = [e if is_filled else -1 for e, is_filled in zip(occupants, filled, strict=True)]
   to_expert[first : first + SLOTS[layer]] = row
+  ranks = np.tile(np.arange(N, dtype=np.int32) - rank, (len(SLOTS), 1))
+  ranks[layer] = rank
   empty = residency.init_tables(N, SLOTS, MAX_SLOTS)
   tables = dataclasses.replace(
     empty,
     slot_to_expert=np.concatenate([to_expert, np.full(MAX_SLOTS, -1, np.int32)]),
-    warm_rank=np.tile(np.array(rank, np.int32), (len(SLOTS), 1)),
+    warm_rank=ranks,
   )
   slot, evicted = jitted_choose(
     tables, layer, np.array(priority, np.float32), np.array(held), MAX_SLOTS

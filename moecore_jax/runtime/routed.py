@@ -182,7 +182,8 @@ def run_routed(
   def run_early(i, carry):
     residency, outputs = carry
     absent = residency.tables.expert_to_slot[index, plan.order[i]] < 0
-    residency = lax.fori_loop(0, absent.astype(jnp.int32), lambda _, c: load(i, c), residency)
+    # i + j, for XLA moves what does not depend on j, the read of the bank, out of the inner loop.
+    residency = lax.fori_loop(0, absent.astype(jnp.int32), lambda j, c: load(i + j, c), residency)
     return residency, run(i, residency.pool, residency.tables, outputs)
 
   outputs = jnp.zeros((*topk_ids.shape, h.shape[1]), h.dtype)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -93,49 +93,71 @@ def program_names(config: RunConfig, wanted: Sequence[str]) -> tuple[str, ...]:
   return tuple(wanted) or known
 
 
-def measure(config: RunConfig, target: str, name: str, dump: pathlib.Path | None) -> dict[str, Any]:
-  """Measures one program in processes that were started for compiling; see bench.aot_row.
+class Task(NamedTuple):
+  """A program to compile.
 
-  Args:
-    config: what to compile.
+  Attributes:
+    config: of its engine.
     target: one of described.TARGETS.
-    name: the program.
-    dump: folder for the program's text, None to drop it.
+    name: "decode", or "prefill_T" for a bucket of T tokens.
+    hlo_path: file for the program's text, "" to drop it.
+  """
+
+  config: RunConfig
+  target: str
+  name: str
+  hlo_path: str = ""
+
+
+def measure(task: Task) -> dict[str, Any]:
+  """Measures one program, and how long a second start takes where that can be seen.
+
+  Returns:
+    The row; see bench.aot_row.
 
   Raises:
     RuntimeError: the compiler failed; with the end of what it said.
   """
-  with tempfile.TemporaryDirectory() as folder:
-    cache = pathlib.Path(folder) / "cache"
-    row = _run_worker(config, target, name, dump, cache)
-    if target == "cpu":
-      again = _run_worker(config, target, name, None, cache)
-      return row | {"second_start_s": round(again["lower_s"] + again["compile_s"], 2)}
-  note = "a described device loads no cached program; lower_s is what no cache saves"
-  return row | {"second_start_s": None, "second_start_note": note}
+  if task.target != "cpu":
+    note = "a described device loads no cached program; lower_s is what no cache saves"
+    return run([task])[0] | {"second_start_s": None, "second_start_note": note}
+  with tempfile.TemporaryDirectory() as cache:
+    row, again = (run([task], cache)[0] for _ in range(2))
+  return row | {"second_start_s": round(again["lower_s"] + again["compile_s"], 2)}
 
 
-def _run_worker(
-  config: RunConfig, target: str, name: str, dump: pathlib.Path | None, cache: pathlib.Path
-) -> dict[str, Any]:
-  row_path = cache.parent / "row.json"
-  hlo_path = dump / f"{target}-{name}-{config.engine.layer_loop}.hlo" if dump else None
+def run(tasks: Sequence[Task], cache: str = "") -> list[dict[str, Any]]:
+  """Compiles programs for one target, one after another, in a process that was started for it.
+
+  Args:
+    tasks: programs for the same target.
+    cache: folder of a persistent compilation cache, "" for none.
+
+  Returns:
+    Their rows.
+
+  Raises:
+    RuntimeError: the compiler failed; with the end of what it said.
+  """
   environment = described.environment() | {
-    "JAX_COMPILATION_CACHE_DIR": str(cache) if target == "cpu" else "",
+    "JAX_COMPILATION_CACHE_DIR": cache,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
-  with described.one_at_a_time(target):
+  with tempfile.NamedTemporaryFile() as rows, described.one_at_a_time(tasks[0].target):
     done = subprocess.run(
-      [sys.executable, "-m", "bench.aot_row"],
-      input=pickle.dumps((config, target, name, hlo_path, row_path)),
+      [sys.executable, "-m", "bench.aot_row", rows.name],
+      input=pickle.dumps([tuple(task) for task in tasks]),
       env=environment,
+      cwd=pathlib.Path(__file__).parents[1],
       capture_output=True,
       check=False,
     )
-  if done.returncode != 0:
-    said = done.stderr.decode(errors="replace")[-4000:]
-    raise RuntimeError(f"compiling {name} for {target} failed (exit {done.returncode}):\n{said}")
-  return json.loads(row_path.read_text())
+    if done.returncode != 0:
+      said = done.stderr.decode(errors="replace")[-4000:]
+      names = ", ".join(task.name for task in tasks)
+      code = done.returncode
+      raise RuntimeError(f"compiling {names} for {tasks[0].target} failed (exit {code}):\n{said}")
+    return json.load(rows)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,12 +170,13 @@ def main(argv: Sequence[str]) -> int:
   except ValueError as e:
     print(f"bench.aot: {e}", file=sys.stderr)
     return 2
-  dump = pathlib.Path(values["dump"].value) if values["dump"].value else None
+  dump = pathlib.Path(values["dump"].value).resolve() if values["dump"].value else None
   if dump:
     dump.mkdir(parents=True, exist_ok=True)
   rows = []
   for name in names:
-    rows.append(measure(config, target, name, dump))
+    hlo_path = dump / f"{target}-{config.engine.layer_loop}-{name}.hlo" if dump else ""
+    rows.append(measure(Task(config, target, name, str(hlo_path))))
     print("\n".join(f"{key:>22}  {rows[-1][key]}" for key in _SHOWN), end="\n\n", flush=True)
     if values["json"].value:
       pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")

@@ -26,16 +26,14 @@ COMPILE_BOUND_S = {"unrolled": 8.0, "scanned": 90.0}
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax")
 
 
-def measure(
-  config: RunConfig, target: str, name: str, hlo_path: pathlib.Path | None
-) -> dict[str, Any]:
+def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[str, Any]:
   """Compiles a program and reads it.
 
   Args:
     config: a checked config with `model.published_config`, for nothing is loaded.
     target: one of described.TARGETS.
     name: "decode", or "prefill_T" for a bucket of T tokens.
-    hlo_path: also write the program's text to this file.
+    hlo_path: also write the program's text to this file, unless "".
 
   Returns:
     The row; the names of its fields carry their units.
@@ -44,8 +42,8 @@ def measure(
   residency, engine, device = config.freeze(model)
   programs = abstract.Programs(model, residency, engine, described.tracing_device(target))
   program = described.compile_for(target, *programs.jitted(name))
-  if hlo_path is not None:
-    hlo_path.write_text(program.hlo)
+  if hlo_path:
+    pathlib.Path(hlo_path).write_text(program.hlo)
   module = hlo.parse(program.hlo)
   reads = bank_reads.bank_reads(module)
   tokens = engine.batch_size if name == "decode" else int(name.removeprefix("prefill_"))
@@ -136,9 +134,10 @@ def machine() -> str:
 
 
 def main() -> None:
-  """Reads (config, target, name, hlo_path, row_path), pickled, from stdin; writes the row."""
-  config, target, name, hlo_path, row_path = pickle.load(sys.stdin.buffer)
-  row_path.write_text(json.dumps(measure(config, target, name, hlo_path)))
+  """Reads a list of (config, target, name, hlo_path), pickled, from stdin; writes the rows to a
+  file."""
+  rows = [measure(*task) for task in pickle.load(sys.stdin.buffer)]
+  pathlib.Path(sys.argv[1]).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -54,12 +54,14 @@ class BankRead:
 
   @property
   def is_one_row_in_counted_loop(self) -> bool:
-    return (
-      self.opcode == "dynamic-slice"
-      and self.rows == 1
-      and bool(self.loops)
-      and self.loops[-1] == "counted"
-    )
+    """Whether it reads one row a turn of a loop that turns as often as the program computes.
+
+    A read that XLA moved out of a loop it was traced in is not: it happens whether or not the loop
+    turns.
+    """
+    is_where_traced = len(self.loops) >= self.scope.count("while/body")
+    is_counted = bool(self.loops) and self.loops[-1] == "counted"
+    return self.opcode == "dynamic-slice" and self.rows == 1 and is_counted and is_where_traced
 
 
 def _array(shape: str) -> tuple[int, ...]:

@@ -53,5 +53,13 @@ def get_config(preset: str = "") -> RunConfig:
     raise ValueError(f"preset {preset!r} is unknown; this config has none")
   return RunConfig(
     model=ModelConfig(published_config=_PUBLISHED),
-    train=TrainConfig(num_steps=3200, batch_rows=16, row_tokens=128, learning_rate=3e-3),
+    train=TrainConfig(
+      num_steps=4100,
+      batch_rows=16,
+      row_tokens=128,
+      learning_rate=3e-3,
+      decay_steps=3200,
+      restart_step=2300,
+      restart_learning_rate=1.5e-3,
+    ),
   )

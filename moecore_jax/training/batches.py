@@ -25,7 +25,12 @@ class Batch(NamedTuple):
 
 
 def make_batch(
-  tokenizer: tokenizers.Tokenizer, seed: int, step: int, num_rows: int, row_tokens: int
+  tokenizer: tokenizers.Tokenizer,
+  seed: int,
+  step: int,
+  num_rows: int,
+  row_tokens: int,
+  mixture: corpus.Mixture = corpus.MIXTURE,
 ) -> Batch:
   """Returns the batch of a training step, a function of its arguments alone.
 
@@ -38,9 +43,10 @@ def make_batch(
     step: index of the training step.
     num_rows: B.
     row_tokens: T, at least the longest document.
+    mixture: share of each generator.
   """
   documents, total = [], 0
-  for document in corpus.stream(seed, step):
+  for document in corpus.stream(seed, step, mixture):
     documents.append(encode(tokenizer, document))
     total += len(documents[-1][0])
     if total >= num_rows * row_tokens:

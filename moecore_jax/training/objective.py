@@ -54,19 +54,31 @@ def create(spec: ModelSpec, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.Sta
   return graphdef, params, biases
 
 
+def make_schedule(train: TrainConfig) -> optax.Schedule:
+  """Linear warm-up and a cosine to a hundredth of the peak, twice where there is a second phase."""
+
+  def phase(peak: float, steps: int) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(
+      init_value=0.0,
+      peak_value=peak,
+      warmup_steps=train.warmup_steps,
+      decay_steps=max(steps, train.warmup_steps + 1),
+      end_value=peak / 100,
+    )
+
+  first = phase(train.learning_rate, train.decay_steps or train.num_steps)
+  if not train.restart_step:
+    return first
+  second = phase(train.restart_learning_rate, train.num_steps - train.restart_step)
+  return optax.join_schedules([first, second], [train.restart_step])
+
+
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:
-  """AdamW with clipping, warm-up and a cosine to a hundredth of the peak."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    init_value=0.0,
-    peak_value=train.learning_rate,
-    warmup_steps=train.warmup_steps,
-    decay_steps=max(train.num_steps, train.warmup_steps + 1),
-    end_value=train.learning_rate / 100,
-  )
+  """AdamW with clipping, on `make_schedule`."""
   return optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(
-      schedule,
+      make_schedule(train),
       b1=0.9,
       b2=0.95,
       weight_decay=train.weight_decay,

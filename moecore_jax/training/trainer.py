@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from moecore_jax import families
 from moecore_jax.config import RunConfig
-from moecore_jax.training import export, heldout, objective, tokenizer, workloads
+from moecore_jax.training import corpus, export, heldout, objective, tokenizer, workloads
 from moecore_jax.training.batches import make_batch
 
 NUM_HELD_OUT = 64
@@ -61,7 +61,8 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     step = objective.make_step(graphdef, optimizer, train)
     with tqdm(total=train.num_steps, initial=int(state.step), unit="step") as progress:
       for i in range(int(state.step), train.num_steps):
-        batch = make_batch(words, train.seed, i, train.batch_rows, train.row_tokens)
+        mixture = corpus.mixture_at(i, train.restart_step)
+        batch = make_batch(words, train.seed, i, train.batch_rows, train.row_tokens, mixture)
         state, metrics = step(state, batch)
         progress.update(int(state.step) - progress.n)  # waits for the step
         if (i + 1) % train.checkpoint_every and i + 1 < train.num_steps:

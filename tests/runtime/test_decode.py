@@ -143,9 +143,9 @@ def test_pool_content_is_an_argument_not_a_constant():
   engine.prefill(0, [1, 2, 3], 30)
   engine.decode_step()
   before = jit_decode_step._cache_size()
-  (group,) = engine.state.groups
-  pool = {name: array * 2 for name, array in group.pool.items()}
   kept = jax.tree.map(jnp.copy, engine.state)
+  (group,) = kept.groups
+  pool = {name: array * 2 for name, array in group.pool.items()}
   wanted = np.asarray(engine.decode_step().logits)
   engine.state = dataclasses.replace(kept, groups=(dataclasses.replace(group, pool=pool),))
   assert not np.array_equal(np.asarray(engine.decode_step().logits), wanted)

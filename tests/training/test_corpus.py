@@ -46,7 +46,8 @@ def training():
   seen = Training(set(), set(), set(), {"code": set(), "agent": set()}, set())
   train = load_config(str(ROOT / "configs" / "demo_train.py")).train
   for step in range(train.num_steps):
-    for document in itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP):
+    mixture = corpus.mixture_at(step, train.restart_step)
+    for document in itertools.islice(corpus.stream(train.seed, step, mixture), DOCUMENTS_A_STEP):
       seen.keys.add(document.key)
       prompt = document.parts[0].text
       if document.domain == "math":
@@ -55,7 +56,7 @@ def training():
         seen.texts[document.domain].add(document.text)
       elif prompt.startswith("Question: "):
         seen.questions.add(_asked(prompt))
-      else:
+      elif not prompt.startswith("Options: "):  # a drill names no land
         seen.statements.update(re.findall(r"[^.:]+\.", prompt.removeprefix("Atlas:")))
   return seen
 
@@ -87,8 +88,9 @@ def _asked(prompt: str) -> tuple[str, str]:
 def test_a_step_draws_fewer_documents():
   words = tokenizer.train(0)
   train = load_config(str(ROOT / "configs" / "demo_train.py")).train
-  for step in range(20):
-    drawn = itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP)
+  for step in [*range(20), *range(train.num_steps - 20, train.num_steps)]:
+    mixture = corpus.mixture_at(step, train.restart_step)
+    drawn = itertools.islice(corpus.stream(train.seed, step, mixture), DOCUMENTS_A_STEP)
     tokens = sum(len(encode(words, document)[0]) for document in drawn)
     assert tokens > 1.2 * train.batch_rows * train.row_tokens
 
@@ -193,3 +195,21 @@ def test_transcripts_are_json_lines():
     for part in document.parts:
       if part.is_target:
         assert set(json.loads(part.text)) == {"tool", "args"}
+
+
+def test_an_options_drill_names_each_letter_and_no_land():
+  document = facts.options_drill(random.Random(0))
+  options, picked = (part.text for part in document.parts)
+  pairs = re.findall(r"(\w+) \(([A-D])\)", options)
+  assert sorted(pairs) == sorted(re.findall(r"(\w+) \(([A-D])\)", picked))
+  assert [letter for _, letter in pairs] == list("ABCD")
+  assert not any(land in document.text for land in facts.LANDS)
+  assert not document.key
+
+
+def test_the_second_phase_begins_at_its_step():
+  assert corpus.mixture_at(9, 10) is corpus.MIXTURE
+  assert corpus.mixture_at(10, 10) is corpus.SECOND_MIXTURE
+  assert corpus.mixture_at(10, 0) is corpus.MIXTURE
+  for mixture in (corpus.MIXTURE, corpus.SECOND_MIXTURE):
+    assert abs(sum(mixture.values()) - 1) < 1e-9

@@ -119,6 +119,24 @@ def test_a_batch_is_learnt_and_biases_follow_loads(words):
     assert steps.max() > 0
 
 
+def test_the_schedule_warms_up_anew_in_the_second_phase():
+  train = TrainConfig(
+    num_steps=400,
+    warmup_steps=10,
+    decay_steps=300,
+    restart_step=200,
+    learning_rate=1.0,
+    restart_learning_rate=0.5,
+  )
+  schedule = objective.make_schedule(train)
+  rates = [float(schedule(step)) for step in (0, 10, 199, 200, 210, 400)]
+  assert rates[0] == rates[3] == 0
+  assert rates[1] == 1
+  assert 0.2 < rates[2] < 0.4  # the cosine of the first phase is cut
+  assert rates[4] == 0.5
+  np.testing.assert_allclose(rates[5], 0.005, rtol=1e-5)
+
+
 def test_balance_moves_towards_the_mean():
   _, _, biases = objective.create(SPEC, 0)
   loads = [jnp.asarray([4, 4, 4, 4, 9, 0, 4, 3], jnp.int32)] * 2

@@ -7,6 +7,27 @@ the bundled workloads.
 """
 
 from moecore_jax.training.corpus.document import Document, Part, is_held_out
-from moecore_jax.training.corpus.mixture import DOMAINS, MIXTURE, held_out, sample, stream
+from moecore_jax.training.corpus.mixture import (
+  DOMAINS,
+  MIXTURE,
+  SECOND_MIXTURE,
+  Mixture,
+  held_out,
+  mixture_at,
+  sample,
+  stream,
+)
 
-__all__ = ["DOMAINS", "MIXTURE", "Document", "Part", "held_out", "is_held_out", "sample", "stream"]
+__all__ = [
+  "DOMAINS",
+  "MIXTURE",
+  "SECOND_MIXTURE",
+  "Document",
+  "Mixture",
+  "Part",
+  "held_out",
+  "is_held_out",
+  "mixture_at",
+  "sample",
+  "stream",
+]

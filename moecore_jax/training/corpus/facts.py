@@ -172,3 +172,15 @@ def question(rng: random.Random) -> Document:
   letter = LETTERS[options.index(value)]
   answer = stated[0].format(land=land, value=f"{value} ({letter})") + f" Answer: {letter}\n"
   return Document("qa", (Part(prompt, False), Part(answer, True)), key=(land, relation))
+
+
+def options_drill(rng: random.Random) -> Document:
+  """Options of any relation, each then named with its letter, in another order; always trained on.
+
+  It trains nothing but finding an option's letter; which option is right is not told.
+  """
+  options = rng.sample(VALUES[rng.choice(RELATIONS)], len(LETTERS))
+  choices = [f"{o} ({letter})" for letter, o in zip(LETTERS, options, strict=True)]
+  picked = " Then ".join(f"{c}." for c in rng.sample(choices, len(choices)))
+  prompt = f"Options: {', '.join(choices)}\n"
+  return Document("qa", (Part(prompt, False), Part(f"Pick {picked}\n", True)))

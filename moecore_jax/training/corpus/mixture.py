@@ -1,7 +1,7 @@
 """The training text, and the held-out items drawn from the other side of the split."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moecore_jax.training.corpus import arithmetic, facts, functions, transcripts
 from moecore_jax.training.corpus.document import Document, is_held_out
@@ -16,7 +16,18 @@ MIXTURE = {
   functions.function: 0.13,
   transcripts.transcript: 0.12,
 }
-"""Share of the training documents that each generator writes."""
+"""Share of the training documents that each generator writes, in the first phase."""
+
+SECOND_MIXTURE = {
+  arithmetic.problem: 0.33,
+  arithmetic.drill: 0.16,
+  facts.statements: 0.06,
+  facts.question: 0.16,
+  facts.options_drill: 0.14,
+  functions.function: 0.07,
+  transcripts.transcript: 0.08,
+}
+"""The same in the second phase, when facts are known and their letters are not."""
 
 HELD_OUT_SEED = 20_000
 PROBLEMS = {
@@ -28,19 +39,27 @@ PROBLEMS = {
 """The generator of each domain whose documents may be held out."""
 
 
-def sample(rng: random.Random) -> Document:
+Mixture = dict[Callable[[random.Random], Document], float]
+
+
+def mixture_at(step: int, restart_step: int) -> Mixture:
+  """The mixture of a training step; `restart_step` is the first of the second phase, 0 for none."""
+  return SECOND_MIXTURE if 0 < restart_step <= step else MIXTURE
+
+
+def sample(rng: random.Random, mixture: Mixture = MIXTURE) -> Document:
   """One training document: drawn from the mixture, drawn again while its key is held out."""
-  generator = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
+  generator = rng.choices(list(mixture), list(mixture.values()))[0]
   while is_held_out((document := generator(rng)).key):
     pass
   return document
 
 
-def stream(seed: int, step: int) -> Iterator[Document]:
-  """The documents of one training step, endless; a function of (seed, step) alone."""
+def stream(seed: int, step: int, mixture: Mixture = MIXTURE) -> Iterator[Document]:
+  """The documents of one training step, endless; a function of its arguments alone."""
   rng = random.Random(f"{seed}/{step}")
   while True:
-    yield sample(rng)
+    yield sample(rng, mixture)
 
 
 def held_out(domain: str, num_items: int) -> list[Document]:

@@ -282,14 +282,14 @@ class RunConfig:
     _at_least("train.row_tokens", train.row_tokens, 128)
     for name in ("num_steps", "batch_rows", "capacity_factor", "checkpoint_every"):
       _at_least(f"train.{name}", getattr(train, name), 1)
-    for name in ("warmup_steps", "decay_steps", "weight_decay", "mtp_weight", "balance_rate"):
+    names = ("warmup_steps", "decay_steps", "restart_step")
+    for name in (*names, "weight_decay", "mtp_weight", "balance_rate"):
       _at_least(f"train.{name}", getattr(train, name), 0)
     if not train.learning_rate > 0:
       raise _fault("train.learning_rate", train.learning_rate, "above 0", "try 3e-3")
     if not train.restart_learning_rate > 0:
       got = train.restart_learning_rate
       raise _fault("train.restart_learning_rate", got, "above 0", "try 1.5e-3")
-    _within("train.restart_step", train.restart_step, 0, train.num_steps - 1)
 
   def freeze(
     self, model_spec: specs.ModelSpec

@@ -54,7 +54,7 @@ def get_config(preset: str = "") -> RunConfig:
   return RunConfig(
     model=ModelConfig(published_config=_PUBLISHED),
     train=TrainConfig(
-      num_steps=4100,
+      num_steps=3800,
       batch_rows=16,
       row_tokens=128,
       learning_rate=3e-3,

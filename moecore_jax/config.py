@@ -171,8 +171,8 @@ class TrainConfig:
     learning_rate: peak of the schedule, > 0; it ends at a hundredth.
     warmup_steps: steps of linear warm-up, >= 0; a cosine follows.
     decay_steps: steps after which the first phase's cosine would end, >= 0; 0: num_steps.
-    restart_step: first step of the second phase, whose text has more drills and whose schedule
-      warms up anew; 0: there is no second phase.
+    restart_step: first step of the second phase, which has another mixture of text and whose
+      schedule warms up anew; 0: there is no second phase.
     restart_learning_rate: peak of the second phase's schedule, > 0; it ends at a hundredth.
     weight_decay: of matrices, decoupled, >= 0.
     mtp_weight: weight of the loss of the multi-token-prediction layer, >= 0.

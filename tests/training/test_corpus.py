@@ -56,7 +56,7 @@ def training():
         seen.texts[document.domain].add(document.text)
       elif prompt.startswith("Question: "):
         seen.questions.add(_asked(prompt))
-      elif not prompt.startswith("Options: "):  # a drill names no land
+      else:
         seen.statements.update(re.findall(r"[^.:]+\.", prompt.removeprefix("Atlas:")))
   return seen
 
@@ -197,14 +197,16 @@ def test_transcripts_are_json_lines():
         assert set(json.loads(part.text)) == {"tool", "args"}
 
 
-def test_an_options_drill_names_each_letter_and_no_land():
-  document = facts.options_drill(random.Random(0))
-  options, picked = (part.text for part in document.parts)
-  pairs = re.findall(r"(\w+) \(([A-D])\)", options)
-  assert sorted(pairs) == sorted(re.findall(r"(\w+) \(([A-D])\)", picked))
-  assert [letter for _, letter in pairs] == list("ABCD")
-  assert not any(land in document.text for land in facts.LANDS)
-  assert not document.key
+def test_a_value_has_one_letter_in_all_questions_of_the_held_out_form():
+  letters = {}
+  for seed in range(400):
+    prompt, answer = (part.text for part in facts.question(random.Random(seed)).parts)
+    options = re.findall(r"(\w+) \(([A-D])\)", prompt)
+    assert [letter for _, letter in options] == list("ABCD")
+    assert re.search(r"(\w+) \(([A-D])\)", answer).groups() in options
+    for value, letter in options:
+      assert letters.setdefault(value, letter) == letter
+  assert len(letters) == sum(map(len, facts.VALUES.values()))
 
 
 def test_the_second_phase_begins_at_its_step():

@@ -161,26 +161,32 @@ def statements(rng: random.Random) -> Document:
 
 
 def question(rng: random.Random) -> Document:
-  """A multiple-choice question with four options; its key is the (land, relation) pair."""
+  """A multiple-choice question with four options; its key is the (land, relation) pair.
+
+  A value has the same letter in every such question, and each letter is an option's: recalling the
+  fact is what decides.
+  """
+  land, relation = rng.choice(LANDS), rng.choice(RELATIONS)
+  options = [rng.choice(VALUES[relation][i :: len(LETTERS)]) for i in range(len(LETTERS))]
+  value = world()[land, relation]
+  options[VALUES[relation].index(value) % len(LETTERS)] = value
+  return _asked(rng, land, relation, options)
+
+
+def shuffled_question(rng: random.Random) -> Document:
+  """The same with any options in any order, for training only: the letters are then arbitrary."""
   land, relation = rng.choice(LANDS), rng.choice(RELATIONS)
   value = world()[land, relation]
   options = rng.sample([v for v in VALUES[relation] if v != value], len(LETTERS) - 1)
   options.insert(rng.randrange(len(LETTERS)), value)
+  return _asked(rng, land, relation, options)
+
+
+def _asked(rng: random.Random, land: str, relation: str, options: list[str]) -> Document:
+  value = world()[land, relation]
   stated, asked = PHRASES[relation]
   choices = ", ".join(f"{o} ({letter})" for letter, o in zip(LETTERS, options, strict=True))
   prompt = f"Question: {rng.choice(asked).format(land=land)}\nOptions: {choices}\n"
   letter = LETTERS[options.index(value)]
   answer = stated[0].format(land=land, value=f"{value} ({letter})") + f" Answer: {letter}\n"
   return Document("qa", (Part(prompt, False), Part(answer, True)), key=(land, relation))
-
-
-def options_drill(rng: random.Random) -> Document:
-  """Options of any relation, each then named with its letter, in another order; always trained on.
-
-  It trains nothing but finding an option's letter; which option is right is not told.
-  """
-  options = rng.sample(VALUES[rng.choice(RELATIONS)], len(LETTERS))
-  choices = [f"{o} ({letter})" for letter, o in zip(LETTERS, options, strict=True)]
-  picked = " Then ".join(f"{c}." for c in rng.sample(choices, len(choices)))
-  prompt = f"Options: {', '.join(choices)}\n"
-  return Document("qa", (Part(prompt, False), Part(f"Pick {picked}\n", True)))

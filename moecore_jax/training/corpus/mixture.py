@@ -12,22 +12,21 @@ MIXTURE = {
   arithmetic.problem: 0.34,
   arithmetic.drill: 0.13,
   facts.statements: 0.13,
-  facts.question: 0.15,
+  facts.shuffled_question: 0.15,
   functions.function: 0.13,
   transcripts.transcript: 0.12,
 }
 """Share of the training documents that each generator writes, in the first phase."""
 
 SECOND_MIXTURE = {
-  arithmetic.problem: 0.33,
-  arithmetic.drill: 0.16,
-  facts.statements: 0.06,
-  facts.question: 0.16,
-  facts.options_drill: 0.14,
-  functions.function: 0.07,
+  arithmetic.problem: 0.38,
+  arithmetic.drill: 0.20,
+  facts.statements: 0.08,
+  facts.question: 0.18,
+  functions.function: 0.08,
   transcripts.transcript: 0.08,
 }
-"""The same in the second phase, when facts are known and their letters are not."""
+"""The same in the second phase: more arithmetic, and questions in the form of the held-out ones."""
 
 HELD_OUT_SEED = 20_000
 PROBLEMS = {
@@ -37,7 +36,6 @@ PROBLEMS = {
   "agent": transcripts.transcript,
 }
 """The generator of each domain whose documents may be held out."""
-
 
 Mixture = dict[Callable[[random.Random], Document], float]
 

@@ -6,11 +6,13 @@ import numpy as np
 from moecore_jax import residency
 
 
-def observe(state, ids):
+def observe(state, ids, valid=None):
   num_tokens = len(ids)
   scores = jnp.zeros((num_tokens, state.shape[0]))
   policy = residency.make_policy("lru")
-  return policy.observe(state, jnp.asarray(ids, jnp.int32), scores, jnp.ones(num_tokens, bool))
+  return policy.observe(
+    state, jnp.asarray(ids, jnp.int32), scores, jnp.asarray(valid or [True] * num_tokens)
+  )
 
 
 def order(state):
@@ -24,6 +26,12 @@ def test_last_occurrence_counts():
   state = observe(policy.init(5), [[4, 2], [0, 4]])
   assert order(state) == [1, 3, 2, 0, 4]
   assert len(set(np.asarray(state).tolist())) == 4  # only the two unused ones share a stamp
+
+
+def test_padding_between_tokens_is_no_use():
+  start = residency.make_policy("lru").init(5)
+  state = observe(start, [[4, 2], [1, 3], [0, 4], [3, 1]], [True, False, True, False])
+  np.testing.assert_array_equal(state, observe(start, [[4, 2], [0, 4]]))
 
 
 def test_placed_is_the_newest_use():

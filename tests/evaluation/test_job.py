@@ -204,7 +204,7 @@ def test_killed_processes_answer_every_item_once(checkpoint, tmp_path):
   rng = random.Random(0)
   num_items = 12 * len(TASKS)
   num_kills, seen = 0, b""
-  while num_kills < 3:
+  while num_kills < 2:
     before = answered()
     process = subprocess.Popen(command, env=os.environ | cache, stderr=subprocess.DEVNULL)
     goal = min(before + rng.randint(1, 6), num_items - 2)

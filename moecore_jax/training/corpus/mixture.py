@@ -8,7 +8,9 @@ from moecore_jax.training.corpus.document import Document, is_held_out
 
 DOMAINS = ("math", "code", "qa", "agent")
 
-MIXTURE = {
+Mixture = dict[Callable[[random.Random], Document], float]
+
+MIXTURE: Mixture = {
   arithmetic.problem: 0.34,
   arithmetic.drill: 0.13,
   facts.statements: 0.13,
@@ -18,7 +20,7 @@ MIXTURE = {
 }
 """Share of the training documents that each generator writes, in the first phase."""
 
-SECOND_MIXTURE = {
+SECOND_MIXTURE: Mixture = {
   arithmetic.problem: 0.38,
   arithmetic.drill: 0.20,
   facts.statements: 0.08,
@@ -36,8 +38,6 @@ PROBLEMS = {
   "agent": transcripts.transcript,
 }
 """The generator of each domain whose documents may be held out."""
-
-Mixture = dict[Callable[[random.Random], Document], float]
 
 
 def mixture_at(step: int, restart_step: int) -> Mixture:

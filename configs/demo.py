@@ -1,4 +1,4 @@
-"""The demo model: 32 experts a layer in host memory, 8 of them on the device.
+"""The demo model: 32 experts a layer in host memory, 12 of them on the device.
 
     moecore eval --config=configs/demo.py --workdir=/tmp/moecore-demo
     moecore generate --config=configs/demo.py:lod --domain=math --prompt="..."
@@ -13,9 +13,9 @@ from moecore_jax.config import SYSTEMS, EngineConfig, EvalConfig, ResidencyConfi
 def get_config(preset: str = "") -> RunConfig:
   """Returns the config of a preset, "" for the comparison of all systems."""
   config = RunConfig(
-    residency=ResidencyConfig(policy="rhac", slots_per_layer=8),
+    residency=ResidencyConfig(policy="rhac", slots_per_layer=12),
     engine=EngineConfig(
-      batch_size=4,
+      batch_size=2,
       context_tokens=256,
       prefill_buckets=(64,),
       kv_block_tokens=128,

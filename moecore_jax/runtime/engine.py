@@ -255,10 +255,21 @@ class Engine:
     while True:
       for row in range(self.spec.batch_size):
         while row not in self._running and (request := next(waiting, None)) is not None:
-          yield from self._admit(row, request, ids, on_token)
+          yield from self._unclocked(self._admit(row, request, ids, on_token))
       if not self._running:
         return
-      yield from self._advance(on_token)
+      yield from self._unclocked(self._advance(on_token))
+
+  def _unclocked(self, completions: Iterator[Completion]) -> Iterator[Completion]:
+    """Hands on completions; what the caller does with one is not time of the others."""
+    for completion in completions:
+      held = time.perf_counter()
+      yield completion
+      held = time.perf_counter() - held
+      for running in self._running.values():
+        running.start += held
+        running.first_token_time += held
+        running.last_token_time += held
 
   def _admit(
     self, row: int, request: Request, ids: set[str], on_token: OnToken

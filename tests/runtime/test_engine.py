@@ -1,6 +1,7 @@
 """The engine's requests: batching, faults, stop texts, scores, streaming, counters, memory."""
 
 import dataclasses
+import time
 
 import jax
 import numpy as np
@@ -103,6 +104,16 @@ def test_an_end_token_ends_a_completion(model):
   (cut,) = make_engine(model._replace(spec=spec)).generate([Request("a", [1, 2, 3], 12)])
   assert cut.token_ids == whole.token_ids[: whole.token_ids.index(end) + 1]
   assert cut.finish_reason == "stop"
+
+
+def test_the_callers_time_is_not_the_requests(model):
+  engine = make_engine(model)
+  engine.warm_up()
+  requests = [Request(str(i), [1, 2, 3], 2 + 4 * i) for i in range(4)]
+  for completion in engine.generate(requests):
+    assert completion.metrics.e2el_ms < 1000
+    assert completion.metrics.ttft_ms <= completion.metrics.e2el_ms
+    time.sleep(1)
 
 
 def test_score_equals_prefill_of_other_chunk_lengths(model):

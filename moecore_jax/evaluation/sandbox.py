@@ -36,8 +36,8 @@ with open("done", "w") as f:
 def passes(program: str, timeout_s: float = TIMEOUT_S) -> bool:
   """Tells whether a Python program runs to its end without an error.
 
-  The process is isolated from our environment variables and folder (`python -I`), starts in an
-  empty temporary folder, and has limits on CPU time, memory, file size, open files and wall time.
+  The process is isolated from our environment variables, our folder (`python -I`) and installed
+  packages (`-S`), starts in an empty temporary folder, and has limits on CPU time, memory, file size, open files and wall time.
   The limits stop a model's accidents; they are no defence against an adversary, who needs a
   container around the whole evaluation.
 
@@ -48,7 +48,7 @@ def passes(program: str, timeout_s: float = TIMEOUT_S) -> bool:
   mark = secrets.token_hex(16)
   with tempfile.TemporaryDirectory(prefix="moecore-code-") as folder:
     process = subprocess.Popen(
-      [sys.executable, "-I", "-B", "-c", _RUNNER, mark],
+      [sys.executable, "-I", "-S", "-B", "-c", _RUNNER, mark],
       cwd=folder,
       env={},
       stdin=subprocess.PIPE,

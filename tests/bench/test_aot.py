@@ -1,0 +1,156 @@
+"""The engine's own programs, compiled for each target: bank on the host, state in place, little
+temporary memory."""
+
+import json
+import pathlib
+
+import pytest
+
+from bench import aot, described
+from moecore_jax.config import DeviceConfig, EngineConfig, ModelConfig, ResidencyConfig, RunConfig
+from tests.bench.conftest import require_compiler
+
+_LAYERS, _DENSE, _EXPERTS, _DIM, _EXPERT_DIM = 3, 1, 16, 4096, 2048
+_PUBLISHED = {
+  "model_type": "deepseek_v3",
+  "vocab_size": 4096,
+  "hidden_size": _DIM,
+  "num_hidden_layers": _LAYERS,
+  "num_nextn_predict_layers": 0,
+  "first_k_dense_replace": _DENSE,
+  "intermediate_size": 8192,
+  "moe_intermediate_size": _EXPERT_DIM,
+  "n_routed_experts": _EXPERTS,
+  "n_shared_experts": 1,
+  "num_experts_per_tok": 4,
+  "n_group": 4,
+  "topk_group": 2,
+  "norm_topk_prob": True,
+  "scoring_func": "sigmoid",
+  "routed_scaling_factor": 2.5,
+  "num_attention_heads": 16,
+  "q_lora_rank": 512,
+  "kv_lora_rank": 512,
+  "qk_nope_head_dim": 32,
+  "qk_rope_head_dim": 32,
+  "v_head_dim": 32,
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10000,
+  "max_position_embeddings": 65536,
+  "tie_word_embeddings": False,
+  "eos_token_id": 1,
+}
+
+
+_VARIANTS = {
+  "base": {},
+  "scanned": {"layer_loop": "scanned"},
+  "slots": {"slots": 12},
+  "context": {"context": 65536},
+  "float32": {"dtype": "float32", "expert_format": "float32"},
+}
+
+
+def _config(
+  target, slots=4, context=4096, dtype="", expert_format="bfloat16", layer_loop="unrolled"
+):
+  """A small model with experts of real size. A CPU engine holds float32: the CPU has no other
+  arithmetic."""
+  return RunConfig(
+    model=ModelConfig(published_config=_PUBLISHED),
+    residency=ResidencyConfig(slots_per_layer=slots),
+    engine=EngineConfig(
+      context_tokens=context,
+      prefill_buckets=(64,),
+      dtype=dtype or ("float32" if target == "cpu" else "bfloat16"),
+      expert_format=expert_format,
+      layer_loop=layer_loop,
+    ),
+    device=DeviceConfig(memory_bytes=2_000_000_000),
+  )
+
+
+@pytest.fixture(scope="module", params=described.TARGETS)
+def rows(request) -> dict[tuple[str, str], dict]:
+  """Rows by variant and program, compiled in one process for each target."""
+  target = request.param
+  require_compiler(target)
+  keys = [(variant, "decode") for variant in _VARIANTS]
+  keys += [("base", "prefill_64"), ("scanned", "prefill_64")]
+  tasks = [aot.Task(_config(target, **_VARIANTS[variant]), target, name) for variant, name in keys]
+  return dict(zip(keys, aot.run(tasks), strict=True))
+
+
+def _expert_bytes(expert_format: str = "bfloat16") -> int:
+  return 3 * _DIM * _EXPERT_DIM * (4 if expert_format == "float32" else 2)
+
+
+@pytest.mark.parametrize("variant", ["base", "scanned"])
+@pytest.mark.parametrize("name", ["decode", "prefill_64"])
+def test_bank_is_read_by_rows_and_state_is_in_place(rows, variant, name):
+  row = rows[variant, name]
+  bank_bytes = (_LAYERS - _DENSE) * _EXPERTS * _expert_bytes()
+  assert row["host_argument_bytes"] == bank_bytes
+  assert row["device_argument_bytes"] < bank_bytes
+  assert row["host_compute_ops"] == 0
+  assert row["alias_bytes"] >= row["donated_bytes"]
+  assert row["bank_reads"] and row["is_bank_read_by_row"], row["bank_reads"]
+  if row["target"] != "cpu":
+    assert all(read["is_async"] for read in row["bank_reads"])
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_temp_of_the_step_is_bounded(rows, variant):
+  row = rows[variant, "decode"]
+  assert row["is_temp_within_bound"], (row["temp_bytes"], row["temp_bound"])
+
+
+@pytest.mark.parametrize("variant", ["slots", "context"])
+def test_temp_of_the_step_does_not_grow(rows, variant):
+  base, larger = rows["base", "decode"], rows[variant, "decode"]
+  grown = larger["donated_bytes"] - base["donated_bytes"]
+  assert grown > 4 * _expert_bytes() if variant == "slots" else grown > 60000 * 640 * _LAYERS
+  assert abs(larger["temp_bytes"] - base["temp_bytes"]) < _expert_bytes() / 8
+
+
+def test_rows_on_the_command_line(tmp_path, capsys):
+  """On the CPU, which every machine compiles for: the contract's fields, and the time of a second
+  start."""
+  config = tmp_path / "small.py"
+  config.write_text(
+    "from tests.bench import test_aot\n\ndef get_config():\n  return test_aot._config('cpu')\n"
+  )
+  json_path = tmp_path / "rows.json"
+  code = aot.main(
+    [f"--config={config}", "--target=cpu", f"--json={json_path}", "--programs=decode"]
+  )
+  assert code == 0, capsys.readouterr().err
+  (row,) = json.loads(json_path.read_text())
+  assert row["second_start_s"] < row["lower_s"] + row["compile_s"]
+  assert row["prefetch_overlap"] is None
+  assert row["fits"] is True
+  assert row["versions"]["jax"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--target=cpu"], "config"),
+    (["--config=configs/deepseek_v3.py"], "--target is missing"),
+    (["--config=configs/deepseek_v3.py", "--target=h100"], "--target=h100"),
+    (["--config=configs/deepseek_v3.py", "--target=cpu", "--programs=x"], "prefill_512"),
+    (["--config=configs/demo.py", "--target=cpu"], "model.published_config"),
+  ],
+)
+def test_wrong_input_is_one_sentence(arguments, message, capsys, monkeypatch):
+  monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+  assert aot.main(arguments) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+def test_a_missing_compiler_is_one_sentence(capsys, monkeypatch):
+  monkeypatch.chdir(pathlib.Path(__file__).parents[2])
+  monkeypatch.setattr(described, "missing_compiler", lambda target: "libtpu")
+  assert aot.main(["--config=configs/deepseek_v3.py", "--target=v5p"]) == 2
+  assert "moecore-jax[aot]" in capsys.readouterr().err

@@ -24,9 +24,9 @@ def _model_spec(num_experts: int = 32, num_layers: int = 4) -> specs.ModelSpec:
 @pytest.mark.parametrize(
   ("preset", "policy", "slots", "systems"),
   [
-    ("", "rhac", 8, config_lib.SYSTEMS),
-    (":moecore", "rhac", 8, ("moecore",)),
-    (":lod", "lru", 8, ("lod",)),
+    ("", "rhac", 12, config_lib.SYSTEMS),
+    (":moecore", "rhac", 12, ("moecore",)),
+    (":lod", "lru", 12, ("lod",)),
     (":all_resident", "rhac", 32, ("all_resident",)),
   ],
 )
@@ -36,7 +36,7 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
   assert residency.policy == policy
   assert residency.slots == (slots,) * 4
   assert config.eval.systems == systems
-  assert engine == specs.EngineSpec(4, 256, (64,), 128, layer_loop="scanned")
+  assert engine == specs.EngineSpec(2, 256, (64,), 128, layer_loop="scanned")
   assert device == specs.DeviceSpec()
   assert hash((residency, engine, device)) == hash(config.freeze(_model_spec()))
 
@@ -59,7 +59,7 @@ def test_overrides_apply_in_order():
   overrides = ("residency.slots_per_layer=4", "residency.policy=lfu", "residency.slots_per_layer=5")
   config = moecore.load_config(DEMO + ":lod", overrides=overrides)
   assert (config.residency.slots_per_layer, config.residency.policy) == (5, "lfu")
-  assert moecore.load_config(DEMO).residency.slots_per_layer == 8
+  assert moecore.load_config(DEMO).residency.slots_per_layer == 12
 
 
 @pytest.mark.parametrize("text", ["math,qa", "('math','qa')", "math, qa"])

@@ -48,7 +48,7 @@ def test_capacity_drops_the_later_tokens(case):
   h, gate_up, down, routing = case
   y, _ = experts.run_all_at_once(h, routing, gate_up, down, 5)
   full, _ = experts.run_all_at_once(h, routing, gate_up, down, TOKENS)
-  first = np.abs(np.asarray(y - full)).max(-1) < 1e-6
+  first = np.abs(np.asarray(y - full)).max(-1) < 1e-3  # a dropped entry is of the order of 1
   assert first[:5].all()
   assert not first.all()
 

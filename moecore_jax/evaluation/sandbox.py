@@ -37,7 +37,8 @@ def passes(program: str, timeout_s: float = TIMEOUT_S) -> bool:
   """Tells whether a Python program runs to its end without an error.
 
   The process is isolated from our environment variables, our folder (`python -I`) and installed
-  packages (`-S`), starts in an empty temporary folder, and has limits on CPU time, memory, file size, open files and wall time.
+  packages (`-S`), starts in an empty temporary folder, and has limits on CPU time, memory, file
+  size, open files and wall time.
   The limits stop a model's accidents; they are no defence against an adversary, who needs a
   container around the whole evaluation.
 

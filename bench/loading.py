@@ -16,6 +16,7 @@ import argparse
 import importlib.metadata
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
     print(json.dumps(run_case(args.case, pathlib.Path(args.folder), args.dtype)))
     return 0
   ok = True
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # delete the files then too
   with tempfile.TemporaryDirectory(dir=args.folder) as folder:
     config = config_of(args.bank_gb * 1e9, args.dtype)
     (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))

@@ -2,8 +2,8 @@
 
     moecore train --config=configs/demo_train.py --workdir=/tmp/moecore-train
 
-Expected: 3800 steps, 7.8 M tokens, about an hour on 2 cores (75 minutes of CPU time); exact match on
-the held-out items near 0.97 for math and 1.00 for code, qa and agent.
+Expected: 3800 steps, 7.8 M tokens, about an hour on 2 cores (75 minutes of CPU time); exact match
+on the held-out items near 0.97 for math and 1.00 for code, qa and agent.
 
 How the bundled weights were made, as far as it differs from one run of this command: the first 2300
 steps ran under a config without a second phase; the second phase was designed then, after the

@@ -232,6 +232,7 @@ def measure(case: Case, rounds: int, steps: int) -> dict[str, Any]:
     "ratio": round(step / bound, 4),
     "ratio_of_fastest": round(min(times["step"]) / min(times["bound"]), 4),
     "dispatch_us": round(float(np.median(dispatch)), 1),
+    "dispatch_fastest_us": round(min(dispatch), 1),
     "rounds": rounds,
     "steps_per_round": steps,
     "backend": jax.default_backend(),

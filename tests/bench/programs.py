@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench import described
 
-LAYERS, EXPERTS, SLOTS, PER_TOKEN, WIDTH = 3, 16, 4, 3, 256
+LAYERS, EXPERTS, SLOTS, PER_TOKEN, WIDTH = 3, 16, 4, 3, 4096
 
 
 def on_device(array):
@@ -99,7 +99,9 @@ def with_prefetch(bank, router, dense, pool, slot_of, x, *, is_late):
     if is_late:  # the experts below read the pool, so they wait for the copy
       pool = put(pool, arriving, SLOTS)
     x = attend(dense, 1, run_experts(pool, slot_of, 0, chosen, x))
-    return (pool if is_late else put(pool, arriving, SLOTS)), x
+    if not is_late:  # which slot it goes to is known when the next layer has routed
+      pool = put(pool, arriving, SLOTS + choose(router, 1, x)[0] % SLOTS)
+    return pool, x
 
   def run_only(_, carry):
     pool, x = carry

@@ -106,4 +106,6 @@ def test_loops_of_compiled_programs(compiled):
       if instruction.opcode == "while":
         found.append((len(frame.loops), hlo.loop_trips(module, frame, instruction)))
         frames.append(hlo.enter(module, frame, instruction, instruction.computation("body")))
+      elif instruction.opcode == "call":
+        frames.append(hlo.enter(module, frame, instruction, instruction.called[0]))
   assert (0, 3) in found and (1, 3) in found and (1, "counted") in found

@@ -47,7 +47,7 @@ MEMORY_BYTES = {"h200": 151_397_597_184, "v5p": 95 << 30}
 """Device memory of one device, in bytes."""
 
 _COMPILERS = {
-  "h200": ("jax_cuda12_plugin", "jax_plugins.xla_cuda12"),
+  "h200": ("jax_cuda12_plugin", "jax_plugins.xla_cuda12", "nvidia.cuda_nvcc"),
   "v5p": ("libtpu",),
   "cpu": (),
 }

@@ -50,7 +50,7 @@ def overlaps() -> tuple[dict[str, float], dict[str, float]]:
   """Returns the overlap of each pair of domains, and of each domain's two halves."""
   words = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
   graphdef, params, biases = nnx.split(load_module(DEMO), nnx.Param, SelectionBias)
-  domains = heldout.load(words, workloads.NUM_ITEMS)
+  domains = heldout.load(words, workloads.NUM_ITEMS, "test")
   order = np.random.default_rng(0).permutation(workloads.NUM_ITEMS)
   halves = {
     f"{name}{half}": heldout.Domain(domain.tokens[part], domain.is_target[part])

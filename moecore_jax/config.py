@@ -170,10 +170,6 @@ class TrainConfig:
     row_tokens: tokens of a row; a document is never cut, so at least its longest, >= 128.
     learning_rate: peak of the schedule, > 0; it ends at a hundredth.
     warmup_steps: steps of linear warm-up, >= 0; a cosine follows.
-    decay_steps: steps after which the first phase's cosine would end, >= 0; 0: num_steps.
-    restart_step: first step of the second phase, which has another mixture of text and whose
-      schedule warms up anew; 0: there is no second phase.
-    restart_learning_rate: peak of the second phase's schedule, > 0; it ends at a hundredth.
     weight_decay: of matrices, decoupled, >= 0.
     mtp_weight: weight of the loss of the multi-token-prediction layer, >= 0.
     balance_rate: change of an expert's selection bias a step, towards equal loads, >= 0.
@@ -187,9 +183,6 @@ class TrainConfig:
   row_tokens: int = 128
   learning_rate: float = 3e-3
   warmup_steps: int = 100
-  decay_steps: int = 0
-  restart_step: int = 0
-  restart_learning_rate: float = 1.5e-3
   weight_decay: float = 0.05
   mtp_weight: float = 0.2
   balance_rate: float = 1e-3
@@ -282,14 +275,10 @@ class RunConfig:
     _at_least("train.row_tokens", train.row_tokens, 128)
     for name in ("num_steps", "batch_rows", "capacity_factor", "checkpoint_every"):
       _at_least(f"train.{name}", getattr(train, name), 1)
-    names = ("warmup_steps", "decay_steps", "restart_step")
-    for name in (*names, "weight_decay", "mtp_weight", "balance_rate"):
+    for name in ("warmup_steps", "weight_decay", "mtp_weight", "balance_rate"):
       _at_least(f"train.{name}", getattr(train, name), 0)
     if not train.learning_rate > 0:
       raise _fault("train.learning_rate", train.learning_rate, "above 0", "try 3e-3")
-    if not train.restart_learning_rate > 0:
-      got = train.restart_learning_rate
-      raise _fault("train.restart_learning_rate", got, "above 0", "try 1.5e-3")
 
   def freeze(
     self, model_spec: specs.ModelSpec

@@ -30,7 +30,6 @@ def make_batch(
   step: int,
   num_rows: int,
   row_tokens: int,
-  mixture: corpus.Mixture = corpus.MIXTURE,
 ) -> Batch:
   """Returns the batch of a training step, a function of its arguments alone.
 
@@ -43,10 +42,9 @@ def make_batch(
     step: index of the training step.
     num_rows: B.
     row_tokens: T, at least the longest document.
-    mixture: share of each generator.
   """
   documents, total = [], 0
-  for document in corpus.stream(seed, step, mixture):
+  for document in corpus.stream(seed, step):
     documents.append(encode(tokenizer, document))
     total += len(documents[-1][0])
     if total >= num_rows * row_tokens:

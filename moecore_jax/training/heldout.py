@@ -32,10 +32,12 @@ class Domain(NamedTuple):
   is_target: np.ndarray
 
 
-def load(tokenizer: tokenizers.Tokenizer, num_items: int) -> dict[str, Domain]:
-  """Returns the first `num_items` held-out items of each domain, all of one width T."""
+def load(
+  tokenizer: tokenizers.Tokenizer, num_items: int, part: corpus.Split = "validation"
+) -> dict[str, Domain]:
+  """Returns the first `num_items` items of each domain in a held-out part, all of one width T."""
   encoded = {
-    name: [encode(tokenizer, document) for document in corpus.held_out(name, num_items)]
+    name: [encode(tokenizer, document) for document in corpus.held_out(name, num_items, part)]
     for name in corpus.DOMAINS
   }
   shape = (num_items, max(len(ids) for items in encoded.values() for ids, _ in items))

@@ -12,6 +12,7 @@ from moecore_jax.config import TrainConfig
 from moecore_jax.models.router import SelectionBias
 from moecore_jax.models.transformer import Transformer
 from moecore_jax.specs import ModelSpec
+from moecore_jax.training import initialization
 from moecore_jax.training.batches import Batch
 
 
@@ -49,28 +50,22 @@ class StepMetrics(NamedTuple):
 
 def create(spec: ModelSpec, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
   """Returns (graph definition, parameters, selection biases) of an untrained model."""
-  model = Transformer(spec, rngs=nnx.Rngs(seed))
+  rngs = nnx.Rngs(seed)
+  model = Transformer(spec, rngs=rngs)
+  initialization.prepare_copying(model, rngs)
   graphdef, params, biases = nnx.split(model, nnx.Param, SelectionBias)
   return graphdef, params, biases
 
 
 def make_schedule(train: TrainConfig) -> optax.Schedule:
-  """Linear warm-up and a cosine to a hundredth of the peak, twice where there is a second phase."""
-
-  def phase(peak: float, steps: int) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(
-      init_value=0.0,
-      peak_value=peak,
-      warmup_steps=train.warmup_steps,
-      decay_steps=max(steps, train.warmup_steps + 1),
-      end_value=peak / 100,
-    )
-
-  first = phase(train.learning_rate, train.decay_steps or train.num_steps)
-  if not train.restart_step:
-    return first
-  second = phase(train.restart_learning_rate, train.num_steps - train.restart_step)
-  return optax.join_schedules([first, second], [train.restart_step])
+  """Linear warm-up and a cosine to a hundredth of the peak."""
+  return optax.warmup_cosine_decay_schedule(
+    init_value=0.0,
+    peak_value=train.learning_rate,
+    warmup_steps=train.warmup_steps,
+    decay_steps=max(train.num_steps, train.warmup_steps + 1),
+    end_value=train.learning_rate / 100,
+  )
 
 
 def make_optimizer(train: TrainConfig) -> optax.GradientTransformation:

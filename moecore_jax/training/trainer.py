@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from moecore_jax import families
 from moecore_jax.config import RunConfig
-from moecore_jax.training import corpus, export, heldout, objective, tokenizer, workloads
+from moecore_jax.training import export, heldout, objective, tokenizer, workloads
 from moecore_jax.training.batches import make_batch
 
-NUM_HELD_OUT = 64
+NUM_VALIDATION = 32
 
 
 def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
   graphdef, params, biases = objective.create(spec, train.seed)
   optimizer = objective.make_optimizer(train)
   state = objective.TrainState(params, biases, optimizer.init(params), jnp.zeros((), jnp.int32))
-  evaluate = heldout.make_evaluate(graphdef, heldout.load(words, NUM_HELD_OUT))
+  evaluate = heldout.make_evaluate(graphdef, heldout.load(words, NUM_VALIDATION))
   options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
   with ocp.CheckpointManager((workdir / "checkpoints").absolute(), options=options) as manager:
     state, clock = _restore(manager, state)
@@ -61,8 +61,7 @@ def run(config: RunConfig, workdir: Path) -> dict[str, Any]:
     step = objective.make_step(graphdef, optimizer, train)
     with tqdm(total=train.num_steps, initial=int(state.step), unit="step") as progress:
       for i in range(int(state.step), train.num_steps):
-        mixture = corpus.mixture_at(i, train.restart_step)
-        batch = make_batch(words, train.seed, i, train.batch_rows, train.row_tokens, mixture)
+        batch = make_batch(words, train.seed, i, train.batch_rows, train.row_tokens)
         state, metrics = step(state, batch)
         progress.update(int(state.step) - progress.n)  # waits for the step
         if (i + 1) % train.checkpoint_every and i + 1 < train.num_steps:

@@ -46,8 +46,7 @@ def training():
   seen = Training(set(), set(), set(), {"code": set(), "agent": set()}, set())
   train = load_config(str(ROOT / "configs" / "demo_train.py")).train
   for step in range(train.num_steps):
-    mixture = corpus.mixture_at(step, train.restart_step)
-    for document in itertools.islice(corpus.stream(train.seed, step, mixture), DOCUMENTS_A_STEP):
+    for document in itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP):
       seen.keys.add(document.key)
       prompt = document.parts[0].text
       if document.domain == "math":
@@ -56,7 +55,7 @@ def training():
         seen.texts[document.domain].add(document.text)
       elif prompt.startswith("Question: "):
         seen.questions.add(_asked(prompt))
-      else:
+      elif prompt.startswith("Atlas: "):
         seen.statements.update(re.findall(r"[^.:]+\.", prompt.removeprefix("Atlas:")))
   return seen
 
@@ -89,8 +88,7 @@ def test_a_step_draws_fewer_documents():
   words = tokenizer.train(0)
   train = load_config(str(ROOT / "configs" / "demo_train.py")).train
   for step in [*range(20), *range(train.num_steps - 20, train.num_steps)]:
-    mixture = corpus.mixture_at(step, train.restart_step)
-    drawn = itertools.islice(corpus.stream(train.seed, step, mixture), DOCUMENTS_A_STEP)
+    drawn = itertools.islice(corpus.stream(train.seed, step), DOCUMENTS_A_STEP)
     tokens = sum(len(encode(words, document)[0]) for document in drawn)
     assert tokens > 1.2 * train.batch_rows * train.row_tokens
 
@@ -126,21 +124,23 @@ def test_no_held_out_prompt_occurs_in_training(training, bundled, domain):
     assert not any(text.startswith(item.prompt) for text in training.texts[domain])
 
 
-def test_no_key_of_training_is_held_out(training):
-  assert not any(map(corpus.is_held_out, training.keys))
+def test_keys_of_training_are_of_its_split(training):
+  assert {corpus.split(key) for key in training.keys} == {"train"}
 
 
 @pytest.mark.parametrize("domain", corpus.DOMAINS)
 def test_the_bundled_items_are_the_held_out_ones(bundled, domain):
   assert bundled[domain] == workloads.items(domain)
-  assert all(corpus.is_held_out(document.key) for document in corpus.held_out(domain, 64))
+  assert all(corpus.split(document.key) == "test" for document in corpus.held_out(domain, 64))
 
 
-def test_held_out_share():
+def test_shares_of_the_split():
   """The split is a fair one, and the same in every process."""
   keys = [(a, b, c) for a in range(20) for b in range(20) for c in range(20)]
-  assert 0.17 < sum(map(corpus.is_held_out, keys)) / len(keys) < 0.23
-  assert [k for k in keys[:12] if corpus.is_held_out(k)] == [(0, 0, 0), (0, 0, 8)]
+  parts = [corpus.split(key) for key in keys]
+  assert 0.17 < parts.count("test") / len(keys) < 0.23
+  assert 0.08 < parts.count("validation") / len(keys) < 0.12
+  assert [i for i, part in enumerate(parts[:12]) if part != "train"] == [2, 6, 8, 11]
 
 
 def test_the_stream_is_a_function_of_seed_and_step():
@@ -171,7 +171,7 @@ def test_the_right_option_is_the_fact():
   for _ in range(500):
     document = facts.question(rng)
     prompt, answer = (part.text for part in document.parts)
-    options = {letter: value for value, letter in re.findall(r"(\w+) \(([A-D])\)", prompt)}
+    options = dict(re.findall(r"\(([A-D])\) (\w+)", prompt))
     assert "".join(options) == "ABCD" and len(set(options.values())) == 4
     letter = answer.strip()[-1]
     assert options[letter] == facts.world()[document.key]
@@ -197,21 +197,27 @@ def test_transcripts_are_json_lines():
         assert set(json.loads(part.text)) == {"tool", "args"}
 
 
-def test_a_value_has_one_letter_in_all_questions_of_the_held_out_form():
-  letters = {}
-  for seed in range(400):
-    prompt, answer = (part.text for part in facts.question(random.Random(seed)).parts)
-    options = re.findall(r"(\w+) \(([A-D])\)", prompt)
-    assert [letter for _, letter in options] == list("ABCD")
-    assert re.search(r"(\w+) \(([A-D])\)", answer).groups() in options
-    for value, letter in options:
-      assert letters.setdefault(value, letter) == letter
-  assert len(letters) == sum(map(len, facts.VALUES.values()))
+def test_the_right_letter_is_drawn_at_random():
+  """A letter follows neither from the value nor from the fact: the options must be read."""
+  letters: dict[tuple[str, str], set[str]] = {}
+  for seed in range(6000):
+    document = facts.question(random.Random(seed))
+    letters.setdefault(document.key, set()).add(document.parts[1].text.strip()[-1])
+  assert len(letters) == len(facts.LANDS) * len(facts.RELATIONS)
+  assert sum(len(drawn) >= 3 for drawn in letters.values()) > 0.95 * len(letters)
 
 
-def test_the_second_phase_begins_at_its_step():
-  assert corpus.mixture_at(9, 10) is corpus.MIXTURE
-  assert corpus.mixture_at(10, 10) is corpus.SECOND_MIXTURE
-  assert corpus.mixture_at(10, 0) is corpus.MIXTURE
-  for mixture in (corpus.MIXTURE, corpus.SECOND_MIXTURE):
-    assert abs(sum(mixture.values()) - 1) < 1e-9
+def test_lookups_ask_for_the_letters_of_their_options():
+  rng = random.Random(4)
+  for _ in range(200):
+    document = facts.lookups(rng)
+    listed, _, answers = document.text.partition("\n")
+    letters = {value: letter for letter, value in re.findall(r"\(([A-D])\) (\w+)", listed)}
+    asked = re.findall(r"(\w+) \(([A-D])\)", answers)
+    assert len(letters) == 4 and len(asked) == 12
+    assert all(letters[value] == letter for value, letter in asked)
+    assert [part.is_target for part in document.parts[1:-1:2]] == [False] * 12
+
+
+def test_shares_of_the_mixture():
+  assert abs(sum(corpus.MIXTURE.values()) - 1) < 1e-9

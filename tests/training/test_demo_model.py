@@ -23,7 +23,9 @@ CONFIG = load_config(str(PACKAGE.parent / "configs" / "demo_train.py"))
 def evaluated():
   words = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
   graphdef, params, biases = nnx.split(load_module(DEMO), nnx.Param, SelectionBias)
-  return heldout.make_evaluate(graphdef, heldout.load(words, workloads.NUM_ITEMS))(params, biases)
+  return heldout.make_evaluate(graphdef, heldout.load(words, workloads.NUM_ITEMS, "test"))(
+    params, biases
+  )
 
 
 def test_files():

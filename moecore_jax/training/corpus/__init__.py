@@ -6,14 +6,11 @@ them apart: `math` (arithmetic.py), `code` (functions.py), `qa` (facts.py) and `
 the bundled workloads.
 """
 
-from moecore_jax.training.corpus.document import Document, Part, is_held_out
+from moecore_jax.training.corpus.document import Document, Part, Split, split
 from moecore_jax.training.corpus.mixture import (
   DOMAINS,
   MIXTURE,
-  SECOND_MIXTURE,
-  Mixture,
   held_out,
-  mixture_at,
   sample,
   stream,
 )
@@ -21,13 +18,11 @@ from moecore_jax.training.corpus.mixture import (
 __all__ = [
   "DOMAINS",
   "MIXTURE",
-  "SECOND_MIXTURE",
   "Document",
-  "Mixture",
   "Part",
+  "Split",
   "held_out",
-  "is_held_out",
-  "mixture_at",
   "sample",
+  "split",
   "stream",
 ]

@@ -1,9 +1,11 @@
-"""What a generator yields, and the rule that splits training from held-out text."""
+"""What a generator yields, and the rule that splits training, validation and test text."""
 
 import hashlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-HELD_OUT_FRAC = 0.2
+Split = Literal["train", "validation", "test"]
+
+TEST_FRAC, VALIDATION_FRAC = 0.2, 0.1
 
 
 class Part(NamedTuple):
@@ -19,9 +21,9 @@ class Document(NamedTuple):
   Attributes:
     domain: "math", "code", "qa" or "agent".
     parts: the text in order; each part is tokenised on its own.
-    key: what makes the problem that problem (operands, fact, arguments); `is_held_out(key)` decides
-      its side of the split. The empty key belongs to text that may always be trained on: statements
-      of facts and one-step drills.
+    key: what makes the problem that problem (operands, fact, arguments); `split(key)` decides where
+      it belongs. The empty key belongs to text that may always be trained on: statements of facts
+      and drills.
     tests: for code, assertions on the function that the parts define.
   """
 
@@ -35,9 +37,16 @@ class Document(NamedTuple):
     return "".join(part.text for part in self.parts)
 
 
-def is_held_out(key: tuple) -> bool:
-  """Tells whether a problem is kept out of training, by a fixed hash of its key's repr."""
+def split(key: tuple) -> Split:
+  """Tells where a problem belongs, by a fixed hash of its key's repr.
+
+  Problems of the test split become the bundled workloads; those of the validation split are what a
+  training run watches.
+  """
   if not key:
-    return False
-  digest = hashlib.sha256(repr(key).encode()).digest()
-  return int.from_bytes(digest[:4]) < HELD_OUT_FRAC * 2**32
+    return "train"
+  digest = hashlib.sha256(b"demo 2: " + repr(key).encode()).digest()
+  place = int.from_bytes(digest[:4]) / 2**32
+  if place < TEST_FRAC:
+    return "test"
+  return "validation" if place < TEST_FRAC + VALIDATION_FRAC else "train"

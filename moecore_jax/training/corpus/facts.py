@@ -3,12 +3,9 @@
 The world is fixed by `WORLD_SEED`: the value of (land, relation) is drawn from the relation's 12
 values. Training holds all 384 facts as statements, in two paraphrases a relation. It holds
 multiple-choice questions only on part of the (land, relation) pairs: the pair is the key of the
-split, so a held-out question asks for a fact that was only ever stated. The answer first states the
-fact with the letter of its option, then the letter alone.
-
-In the form of the held-out questions a value carries the same letter always, so that a question
-tests the fact and not the search for a letter, which a model this small does not learn in a run
-this short. `shuffled_question`, with letters at random, is training text of the first phase.
+split, so a held-out question asks for a fact that was only ever stated. The options come in random
+order: an answer first states the fact, then finds the letter of its option. `lookups` trains the
+second step alone.
 """
 
 import functools
@@ -19,6 +16,7 @@ from moecore_jax.training.corpus.document import Document, Part
 
 WORLD_SEED = 7
 LETTERS = "ABCD"
+_LOOKUP_ROUNDS = 3
 
 LANDS = tuple(
   start + end
@@ -165,32 +163,29 @@ def statements(rng: random.Random) -> Document:
 
 
 def question(rng: random.Random) -> Document:
-  """A multiple-choice question with four options; its key is the (land, relation) pair.
-
-  A value has the same letter in every such question, and each letter is an option's: recalling the
-  fact is what decides.
-  """
-  land, relation = rng.choice(LANDS), rng.choice(RELATIONS)
-  options = [rng.choice(VALUES[relation][i :: len(LETTERS)]) for i in range(len(LETTERS))]
-  value = world()[land, relation]
-  options[VALUES[relation].index(value) % len(LETTERS)] = value
-  return _asked(rng, land, relation, options)
-
-
-def shuffled_question(rng: random.Random) -> Document:
-  """The same with any options in any order, for training only: the letters are then arbitrary."""
+  """A multiple-choice question with four options in random order; its key is (land, relation)."""
   land, relation = rng.choice(LANDS), rng.choice(RELATIONS)
   value = world()[land, relation]
   options = rng.sample([v for v in VALUES[relation] if v != value], len(LETTERS) - 1)
   options.insert(rng.randrange(len(LETTERS)), value)
-  return _asked(rng, land, relation, options)
-
-
-def _asked(rng: random.Random, land: str, relation: str, options: list[str]) -> Document:
-  value = world()[land, relation]
   stated, asked = PHRASES[relation]
-  choices = ", ".join(f"{o} ({letter})" for letter, o in zip(LETTERS, options, strict=True))
-  prompt = f"Question: {rng.choice(asked).format(land=land)}\nOptions: {choices}\n"
+  prompt = f"Question: {rng.choice(asked).format(land=land)}\n{_listed(options)}\n"
   letter = LETTERS[options.index(value)]
   answer = stated[0].format(land=land, value=f"{value} ({letter})") + f" Answer: {letter}\n"
   return Document("qa", (Part(prompt, False), Part(answer, True)), key=(land, relation))
+
+
+def lookups(rng: random.Random) -> Document:
+  """A drill in finding an option's letter: options, then their values with letters, reordered."""
+  values = rng.choice([*VALUES.values(), list(itertools.chain(*VALUES.values()))])
+  options = rng.sample(values, len(LETTERS))
+  parts = [Part(_listed(options) + "\n", False)]
+  for _ in range(_LOOKUP_ROUNDS):
+    for i in rng.sample(range(len(LETTERS)), len(LETTERS)):
+      parts += [Part(f" {options[i]}", False), Part(f" ({LETTERS[i]})", True)]
+  return Document("qa", (*parts, Part("\n", True)))
+
+
+def _listed(options: list[str]) -> str:
+  listed = zip(LETTERS, options, strict=True)
+  return "Options: " + ", ".join(f"({letter}) {option}" for letter, option in listed)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from absl import logging
 
 from moecore_jax import checkpoint
 from moecore_jax.config import RunConfig
@@ -35,7 +36,7 @@ from moecore_jax.runtime.requests import (
   prompt_tokens,
 )
 from moecore_jax.runtime.state import DecodeState, StepOut
-from moecore_jax.specs import EngineSpec, ExpertFormat, ModelSpec, ResidencySpec
+from moecore_jax.specs import EngineSpec, ExpertFormat, ModelSpec, MoESpec, ResidencySpec
 
 DEMO = pathlib.Path(__file__).parents[1] / "assets" / "demo"
 
@@ -99,6 +100,7 @@ class Engine:
     tokenizer: tokenizers.Tokenizer | None = None,
     domains: Sequence[str] | None = None,
   ):
+    _warn_of_few_slots(model_spec, residency)
     self.model_spec, self.residency, self.spec = model_spec, residency, spec
     self.tokenizer, self.domains = tokenizer, domains
     self.program = program_lib.make_program(model_spec, residency, spec)
@@ -389,6 +391,24 @@ class Engine:
 
 def _bytes(tree) -> int:
   return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _warn_of_few_slots(model_spec: ModelSpec, residency: ResidencySpec) -> None:
+  """Warns of layers that cannot hold the experts of one token (SPEC section 5: K_l < k_l)."""
+  few = [
+    f"layer {layer}: {slots} of {k}"
+    for layer, slots in zip(model_spec.moe_layers, residency.slots, strict=True)
+    if slots < (k := cast(MoESpec, model_spec.layers[layer].mlp).router.num_experts_per_tok)
+  ]
+  if few:
+    logging.warning(
+      "%d of %d MoE layers have fewer slots than experts per token (%s%s): results stay exact, but "
+      "every token fetches experts again; raise residency.slots_per_layer or residency.slots",
+      len(few),
+      len(residency.slots),
+      "; ".join(few[:3]),
+      "; .." if len(few) > 3 else "",
+    )
 
 
 def _committed(tree):

@@ -179,3 +179,11 @@ def test_text_stream_holds_back_what_may_become_a_stop_text():
     assert len(sent) >= min(read - 3, 8)
   assert stream.stopped
   assert stream.text == sent == "a stone "
+
+
+@pytest.mark.parametrize(("slots", "warned"), [(1, True), (2, False)])
+def test_fewer_slots_than_experts_a_token_are_warned_of(model, slots, warned, caplog):
+  with caplog.at_level("WARNING"):
+    make_engine(model, slots=slots)
+  assert ("2 of 2 MoE layers have fewer slots" in caplog.text) == warned
+  assert ("layer 1: 1 of 2" in caplog.text) == warned

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from moecore_jax import allocation as allocation_file
 from moecore_jax import specs
 
 POLICIES: tuple[str, ...] = typing.get_args(specs.PolicyName)
@@ -70,7 +71,8 @@ class ResidencyConfig:
       `slots` is set.
     slots: the same for each MoE layer by itself, in layer order; empty: `slots_per_layer`
       everywhere.
-    all_resident: hold every expert on the device; `slots` and `slots_per_layer` are then unused.
+    allocation: JSON file of `moecore allocate` that gives `slots`; empty: none.
+    all_resident: hold every expert on the device; the three above are then unused.
     rhac: settings of the policy `rhac`.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
@@ -78,6 +80,7 @@ class ResidencyConfig:
   policy: str = "rhac"
   slots_per_layer: int = 8
   slots: tuple[int, ...] = ()
+  allocation: str = ""
   all_resident: bool = False
   rhac: RhacConfig = dataclasses.field(default_factory=RhacConfig)
   reset_between_requests: bool = False
@@ -226,6 +229,10 @@ class RunConfig:
     _at_least("residency.slots_per_layer", res.slots_per_layer, 1)
     for i, slots in enumerate(res.slots):
       _at_least(f"residency.slots[{i}]", slots, 1)
+    if res.slots and res.allocation:
+      raise _fault(
+        "residency.allocation", res.allocation, "none beside residency.slots", "drop one"
+      )
     _within("residency.rhac.window", rhac.window, 1, 32)
     if not 0 <= rhac.decay < 1:
       raise _fault("residency.rhac.decay", rhac.decay, "0 <= decay < 1", "try 0.98")
@@ -281,18 +288,20 @@ class RunConfig:
       raise _fault("train.learning_rate", train.learning_rate, "above 0", "try 3e-3")
 
   def freeze(
-    self, model_spec: specs.ModelSpec
+    self, model_spec: specs.ModelSpec, fingerprint: str = ""
   ) -> tuple[specs.ResidencySpec, specs.EngineSpec, specs.DeviceSpec]:
     """Validates every field, against the model too, and gives the specs of programs.
 
     Args:
       model_spec: the model that will be run.
+      fingerprint: of its weights; "": not known yet.
 
     Returns:
       The residency with one number of slots for each MoE layer, the engine, and the device.
 
     Raises:
-      ValueError: as `validate`; or the slots or the context do not fit the model.
+      ValueError: as `validate`; or the slots or the context do not fit the model, or the
+        allocation was made for other weights.
     """
     self.validate()
     if self.engine.context_tokens > model_spec.max_context_tokens:
@@ -300,31 +309,44 @@ class RunConfig:
       raise _fault("engine.context_tokens", self.engine.context_tokens, expected, "lower it")
     sampling = specs.SamplingSpec(**_fields(self.sampling))
     engine = specs.EngineSpec(**_fields(self.engine), sampling=sampling)
-    return self._freeze_residency(model_spec), engine, specs.DeviceSpec(**_fields(self.device))
+    residency = self._freeze_residency(model_spec, fingerprint)
+    return residency, engine, specs.DeviceSpec(**_fields(self.device))
 
-  def _freeze_residency(self, model_spec: specs.ModelSpec) -> specs.ResidencySpec:
+  def _freeze_residency(self, model_spec: specs.ModelSpec, fingerprint: str) -> specs.ResidencySpec:
     res = self.residency
+    source = "allocation" if res.allocation else "slots"
     experts = [_num_experts(model_spec, layer) for layer in model_spec.moe_layers]
     if res.all_resident:
       slots = tuple(experts)
-    elif res.slots:
-      slots = res.slots
+    elif slots := self._slots_by_layer(fingerprint):
       if len(slots) != len(experts):
         expected = f"one number for each of the {len(experts)} MoE layers"
-        raise _fault("residency.slots", slots, expected, "or set residency.slots_per_layer")
+        raise _fault(f"residency.{source}", slots, expected, "or set residency.slots_per_layer")
     else:
       slots = (res.slots_per_layer,) * len(experts)
     for i, (have, most) in enumerate(zip(slots, experts, strict=True)):
       if have > most:
-        name = f"residency.slots[{i}]" if res.slots else "residency.slots_per_layer"
+        name = f"{source}[{i}]" if res.slots or res.allocation else "slots_per_layer"
         expected = f"1..{most}, the experts of MoE layer {i}"
-        raise _fault(name, have, expected, "lower it, or set residency.all_resident")
+        fix = "lower it, or set residency.all_resident"
+        raise _fault(f"residency.{name}", have, expected, fix)
     return specs.ResidencySpec(
       policy=typing.cast(specs.PolicyName, res.policy),
       slots=slots,
       rhac=specs.RhacSpec(**_fields(res.rhac)),
       reset_between_requests=res.reset_between_requests,
     )
+
+  def _slots_by_layer(self, fingerprint: str = "") -> tuple[int, ...]:
+    """Returns the slots that the config gives layer by layer, () where they are uniform."""
+    path = self.residency.allocation
+    if not path:
+      return self.residency.slots
+    made = allocation_file.read(path)
+    if fingerprint and made.fingerprint and fingerprint != made.fingerprint:
+      expected = f"one for the weights {fingerprint[:12]}, not {made.fingerprint[:12]}"
+      raise _fault("residency.allocation", path, expected, "run moecore allocate again")
+    return made.slots
 
   def for_system(self, system: str) -> "RunConfig":
     """Returns a copy that serves the same model as another system, on one expert budget.
@@ -341,9 +363,9 @@ class RunConfig:
     res = config.residency
     if system == "lod":
       res.policy = "lru"
-      if res.slots:
-        res.slots_per_layer = sum(res.slots) // len(res.slots)
-        res.slots = ()
+      if slots := self._slots_by_layer():
+        res.slots_per_layer = sum(slots) // len(slots)
+        res.slots, res.allocation = (), ""
     elif system == "all_resident":
       res.all_resident = True
     return config

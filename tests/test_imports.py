@@ -12,7 +12,7 @@ ROOT = Path(moecore_jax.__file__).parent
 
 # Lowest first. A part imports lower tiers, and its own tier where no cycle arises.
 TIERS = (
-  ("specs",),
+  ("specs", "allocation"),
   ("config", "config_loading", "memory", "planner"),
   ("quantization",),
   ("models", "families", "residency"),

@@ -18,6 +18,7 @@ import jax
 from bench import abstract, bank_reads, bounds, described, hlo
 from moecore_jax import families
 from moecore_jax.config import RunConfig
+from moecore_jax.runtime import plan
 from moecore_jax.specs import DeviceSpec, ModelSpec
 
 COMPILE_BOUND_S = {"unrolled": 8.0, "scanned": 90.0}
@@ -68,7 +69,7 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
     "donated_bytes": sum(_num_bytes(leaf) for leaf in jax.tree.leaves(programs.state)),
     "temp_bytes": program.temp_bytes,
     "temp_bound_bytes": bound.total_bytes,
-    "temp_bound": f"{bounds.EXPERTS_IN_FLIGHT} experts of {bound.expert_bytes} + dense matrix of "
+    "temp_bound": f"{plan.TEMPORARY_EXPERTS} experts of {bound.expert_bytes} + dense matrix of "
     f"{bound.dense_matrix_bytes} + activations of {bound.activation_bytes}",
     "is_temp_within_bound": program.temp_bytes <= bound.total_bytes,
     "host_argument_bytes": program.host_argument_bytes,

@@ -45,8 +45,6 @@ class PublishedCheckpoint:
       ValueError: anything is missing, corrupt or does not match; names the file and the tensor.
     """
     self.folder = pathlib.Path(path)
-    if not self.folder.is_dir():
-      raise ValueError(f"{self.folder}: the checkpoint folder does not exist")
     self.spec = read_spec(self.folder)
     self.keymap = families.key_map(self.spec)
     self.tensors = _tensors(self.folder)
@@ -93,12 +91,15 @@ class PublishedCheckpoint:
     return digest.hexdigest()
 
 
-def read_spec(folder: pathlib.Path) -> ModelSpec:
-  """Reads the model described by a folder's config.json.
+def read_spec(folder: str | pathlib.Path) -> ModelSpec:
+  """Reads the model described by a folder's config.json; no weights.
 
   Raises:
-    ValueError: the file is missing, is not JSON, or describes no supported model.
+    ValueError: the folder or the file is missing, is not JSON, or describes no supported model.
   """
+  folder = pathlib.Path(folder)
+  if not folder.is_dir():
+    raise ValueError(f"{folder}: the checkpoint folder does not exist")
   file = folder / "config.json"
   config = read_json(file)
   try:

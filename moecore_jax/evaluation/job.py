@@ -20,6 +20,7 @@ from tqdm import tqdm
 from moecore_jax.config import RunConfig
 from moecore_jax.evaluation import metrics, tasks
 from moecore_jax.evaluation.results import ResultLog
+from moecore_jax.runtime import plan
 from moecore_jax.runtime.engine import Engine, Request
 
 OpenEngine = Callable[[str | None, RunConfig], Engine]
@@ -47,11 +48,11 @@ def run(
   asked = _asked(config, items)
   engines = {}
   if not (workdir / "config.json").exists():
-    # Refuses a config that does not fit the model before anything is written.
+    # Refuses a config that does not fit model or memory before anything is written.
     first = config.eval.systems[0]
     engines[first] = _open(config, first, open_engine)
     for system in config.eval.systems:
-      config.for_system(system).freeze(engines[first].model_spec)
+      plan.freeze(config.for_system(system), engines[first].model_spec)
   with ResultLog(workdir, asked) as log:
     process = 1 + max((row["process"] for row in log.rows), default=0)
     total = len(config.eval.systems) * sum(map(len, items.values()))

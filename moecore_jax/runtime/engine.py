@@ -23,6 +23,7 @@ from moecore_jax.config import RunConfig
 from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.quantization import formats
+from moecore_jax.runtime import plan
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.runtime import state as state_lib
 from moecore_jax.runtime.decode import jit_decode_step
@@ -123,16 +124,16 @@ class Engine:
       config: residency, engine, sampling and device settings.
 
     Raises:
-      ValueError: the config does not fit the model, or the checkpoint is missing, corrupt or of
-      another shape.
+      ValueError: the config does not fit the model or the device's memory, or the checkpoint is
+        missing, corrupt or of another shape. A config is refused before weights are read.
     """
-    config.validate()
+    plan.freeze(config, checkpoint.read_spec(path or DEMO))
     loaded = checkpoint.load(
       str(path or DEMO),
       dtype=jnp.dtype(config.engine.dtype),
       expert_format=cast(ExpertFormat, config.engine.expert_format),
     )
-    residency, spec, _ = config.freeze(loaded.spec)
+    residency, spec, _ = config.freeze(loaded.spec, loaded.fingerprint)
     tokenizer = (
       tokenizers.Tokenizer.from_file(loaded.tokenizer_path) if loaded.tokenizer_path else None
     )

@@ -1,0 +1,231 @@
+"""The memory plan of an engine: gathers a model's numbers for `moecore_jax.planner`.
+
+Weights, caches, tables and pools are counted on the abstract trees that the engine allocates, so
+the plan and the engine cannot disagree. Nothing is allocated here.
+"""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from moecore_jax import memory, planner
+from moecore_jax.checkpoint.template import dense_template, total_bytes
+from moecore_jax.config import RunConfig
+from moecore_jax.models.attention.blockwise import padded_row_dim
+from moecore_jax.models.experts import bank_layout
+from moecore_jax.runtime.program import group_slots, make_program
+from moecore_jax.runtime.state import DecodeState, init_state
+from moecore_jax.specs import (
+  DenseSpec,
+  DeviceSpec,
+  EngineSpec,
+  ExpertFormat,
+  ExpertGroup,
+  LayerSpec,
+  ModelSpec,
+  ResidencySpec,
+)
+
+TEMPORARY_EXPERTS = 4
+"""Experts that may lie in temporary memory beside what a prefetch brings."""
+
+_FLOAT_BYTES = 4
+_UNLIMITED = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What an engine needs, and what there is.
+
+  Attributes:
+    demand: what the model costs.
+    settings: what was chosen.
+    budget_bytes: device memory that may be filled; 0: not known, no limit.
+    bank_bytes: pinned host memory that all experts need, those of MTP layers included.
+    host_budget_bytes: host memory that may be used; 0: no limit.
+  """
+
+  demand: planner.Demand
+  settings: planner.Settings
+  budget_bytes: int
+  bank_bytes: int
+  host_budget_bytes: int
+
+  @property
+  def refusal(self) -> str:
+    """One sentence on what does not fit and what would; "" if everything fits."""
+    if 0 < self.host_budget_bytes < self.bank_bytes:
+      return (
+        f"the expert bank needs {planner.show(self.bank_bytes)} of pinned host memory, "
+        f"device.host_memory_bytes allows {planner.show(self.host_budget_bytes)}; raise it, or "
+        "choose a narrower engine.expert_format"
+      )
+    return planner.refusal(self.demand, self.settings, self.budget_bytes or _UNLIMITED)
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the plan in JSON types."""
+    demand, settings, budget = self.demand, self.settings, self.budget_bytes or _UNLIMITED
+    return {
+      "regions_bytes": planner.regions(demand, settings),
+      "needed_bytes": planner.needed_bytes(demand, settings),
+      "budget_bytes": self.budget_bytes or None,
+      "fits": not self.refusal,
+      "slots": list(settings.slots),
+      "most_uniform_slots": planner.most_uniform_slots(demand, settings, budget),
+      "longest_context_tokens": planner.longest_context(demand, settings, budget),
+      "largest_batch": planner.largest_batch(demand, settings, budget),
+      "frees_bytes": planner.frees(demand, settings),
+      "expert_bank_bytes": self.bank_bytes,
+      "host_budget_bytes": self.host_budget_bytes or None,
+    }
+
+
+def make_plan(
+  model: ModelSpec, residency: ResidencySpec, engine: EngineSpec, device: DeviceSpec
+) -> Plan:
+  """Plans the memory of an engine on a device."""
+  state, wider = (
+    _state(model, residency, dataclasses.replace(engine, batch_size=rows))
+    for rows in (engine.batch_size, engine.batch_size + 1)
+  )
+  slots = group_slots(model, residency)
+  slot_entries = sum(sum(part) + max(part) for part in slots)
+  row_bytes = _table_bytes(wider) - _table_bytes(state)
+  dense = dense_costs(model, jnp.dtype(engine.dtype))
+  activations = activation_costs(model, engine)
+  fmt = engine.expert_format
+  demand = planner.Demand(
+    pools=tuple(
+      planner.ExpertPool(
+        tuple(map(model.moe_layers.index, group.layers)),
+        group.num_experts,
+        expert_bytes(group, fmt),
+      )
+      for group in model.expert_groups
+    ),
+    dense_bytes=dense.total_bytes,
+    kv_token_bytes=total_bytes(state.kv) // (engine.batch_size * engine.context_tokens),
+    table_bytes=_table_bytes(state) - engine.batch_size * row_bytes - 4 * slot_entries,
+    table_row_bytes=row_bytes,
+    temporary_bytes=dense.largest_bytes
+    + TEMPORARY_EXPERTS * max((expert_bytes(g, fmt) for g in model.expert_groups), default=0),
+    activation_token_bytes=activations.token_bytes,
+    activation_row_bytes=activations.row_bytes,
+    head_token_bytes=activations.head_bytes,
+    max_context_tokens=model.max_context_tokens,
+    context_step=engine.kv_block_tokens,
+  )
+  in_flight = [
+    group.pool["down"].shape[0] - sum(part) - 1
+    for group, part in zip(state.groups, slots, strict=True)
+  ]
+  settings = planner.Settings(
+    slots=residency.slots,
+    context_tokens=engine.context_tokens,
+    batch_size=engine.batch_size,
+    chunk_tokens=engine.prefill_buckets[-1],
+    in_flight_rows=max(in_flight, default=0),
+  )
+  bank_bytes = sum(
+    group.num_rows * expert_bytes(group, fmt)
+    for group in (*model.expert_groups, *model.mtp_expert_groups)
+  )
+  return Plan(demand, settings, _budget_bytes(device), bank_bytes, device.host_memory_bytes)
+
+
+def freeze(
+  config: RunConfig, model: ModelSpec, fingerprint: str = ""
+) -> tuple[ResidencySpec, EngineSpec, DeviceSpec]:
+  """Freezes a config as `RunConfig.freeze` does, and refuses it where it does not fit the device.
+
+  Raises:
+    ValueError: a field is wrong, or memory is not enough; with the bytes by region.
+  """
+  specs = config.freeze(model, fingerprint)
+  if refusal := make_plan(model, *specs).refusal:
+    raise ValueError(refusal)
+  return specs
+
+
+class DenseCosts(NamedTuple):
+  """Bytes of all dense weights, and of the largest matrix of a layer."""
+
+  total_bytes: int
+  largest_bytes: int
+
+
+def dense_costs(model: ModelSpec, dtype: jnp.dtype) -> DenseCosts:
+  """Returns what the weights besides routed experts cost; MTP layers are left out.
+
+  Equal layers are traced once: tracing them all takes minutes for deep models.
+  """
+  counts = collections.Counter(model.layers)
+  distinct = dataclasses.replace(model, layers=tuple(counts), mtp_layers=())
+  tree = dense_template(distinct, dtype)
+  layers = [tree["layers"][i] for i in range(len(counts))]
+  rest = total_bytes({name: part for name, part in tree.items() if name != "layers"})
+  return DenseCosts(
+    rest + sum(map(int.__mul__, map(total_bytes, layers), counts.values())),
+    max(total_bytes(leaf) for leaf in jax.tree.leaves(layers)),
+  )
+
+
+class ActivationCosts(NamedTuple):
+  """Bytes of activations for a token, for a batch row, and for a token whose logits are taken."""
+
+  token_bytes: int
+  row_bytes: int
+  head_bytes: int
+
+
+def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
+  """Returns what one layer's activations and the head's cost, all taken as live together.
+
+  4 bytes a number; a token takes 8 D + the widest layer, which is attention 4 H (R + block),
+  experts 2 A D, the dense block's or an expert's hidden 4 F, routing 8 N; a batch row takes the KV
+  block that is read, block R; the head takes 4 V. R is the padded latent row.
+  """
+  widest = max(_layer_numbers(layer, model.embed_dim, engine) for layer in model.layers)
+  row_dims = [padded_row_dim(layer.attention.latent_dim) for layer in model.layers]
+  return ActivationCosts(
+    _FLOAT_BYTES * (8 * model.embed_dim + widest),
+    _FLOAT_BYTES * engine.kv_block_tokens * max(row_dims),
+    _FLOAT_BYTES * 4 * model.vocab_size,
+  )
+
+
+def _layer_numbers(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> int:
+  row = padded_row_dim(layer.attention.latent_dim)
+  attention = 4 * layer.attention.num_heads * (row + engine.kv_block_tokens)
+  if isinstance(layer.mlp, DenseSpec):
+    return attention + 4 * layer.mlp.hidden_dim
+  router = layer.mlp.router
+  experts = 2 * router.num_experts_per_tok * embed_dim + 4 * layer.mlp.expert_dim
+  return attention + experts + 4 * layer.mlp.shared_dim + 8 * router.num_experts
+
+
+def expert_bytes(group: ExpertGroup, fmt: ExpertFormat) -> int:
+  """Returns the stored bytes of one expert of a group."""
+  layout = bank_layout(group, fmt).values()
+  return sum(memory.num_bytes(shape[1:], dtype) for shape, dtype in layout)
+
+
+def _state(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> DecodeState:
+  program = make_program(model, residency, engine)
+  return jax.eval_shape(lambda: init_state(program, residency))
+
+
+def _table_bytes(state: DecodeState) -> int:
+  pools = [group.pool for group in state.groups]
+  return total_bytes(state) - total_bytes(pools) - total_bytes(state.kv)
+
+
+def _budget_bytes(device: DeviceSpec) -> int:
+  """Returns the device memory that may be filled, 0 where the device does not tell its size."""
+  total = device.memory_bytes
+  if not total:
+    total = (memory.default_device().memory_stats() or {}).get("bytes_limit", 0)
+  return int(total * device.usable_frac)

@@ -25,16 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax import lax
 
 from bench.aot_row import machine, versions
 from moecore_jax import families, memory
 from moecore_jax.config_loading import load_config
 from moecore_jax.models import experts as experts_lib
 from moecore_jax.residency.slots import SlotTables
-from moecore_jax.runtime import routed
+from moecore_jax.runtime import routed, stack
 from moecore_jax.runtime.decode import jit_decode_step
-from moecore_jax.runtime.state import DecodeState, GroupState
+from moecore_jax.runtime.state import COUNTERS, DecodeState, GroupState
 from moecore_jax.specs import (
   DenseSpec,
   EngineSpec,
@@ -52,29 +51,26 @@ RATIO_BOUND, DISPATCH_BOUND_US = 1.10, 200.0
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
 
-def run_without_residency(
-  program, phase, group_index, bank, group: GroupState, index, h, routing, valid, key
-) -> routed.RoutedOut:
-  """Runs the routed experts of one layer from a pool that holds the whole bank in its order.
+def prepare_without_residency(
+  program, phase, group_index, bank, group: GroupState, index, inputs: routed.Inputs, key
+) -> tuple[GroupState, routed.Prepared]:
+  """Finds the experts of one layer in a pool that holds the whole bank in its order.
 
-  Takes and gives what `routed.run_routed` does; counts and hits are zero.
+  Takes and gives what `routed.prepare` does; counts and hits are zero.
   """
   num_experts = group.tables.expert_to_slot.shape[1]
-  topk_ids = jnp.where(valid[:, None], routing.topk_ids, num_experts)
+  topk_ids = jnp.where(inputs.valid[:, None], inputs.routing.topk_ids, num_experts)
   order, count = _distinct(topk_ids, num_experts)
-
-  def run(i, outputs):
-    row = index * num_experts + order[i]
-    return experts_lib.run_on_all_rows(
-      outputs, h, topk_ids, order[i], lambda x: routed.run_expert(program, group.pool, row, x)
-    )
-
-  outputs = jnp.zeros((*topk_ids.shape, h.shape[1]), h.dtype)
-  with jax.named_scope("experts"):
-    outputs = lax.fori_loop(0, count, run, outputs)
-  y = experts_lib.combine(outputs, routing.topk_weights)
-  zeros = jnp.zeros(4, jnp.int32), jnp.zeros(h.shape[0], jnp.int32)
-  return routed.RoutedOut(y, group, *zeros)
+  return group, routed.Prepared(
+    topk_ids,
+    order,
+    index * num_experts + order,
+    jnp.int32(0),
+    count,
+    jnp.zeros((*topk_ids.shape, inputs.h.shape[1]), inputs.h.dtype),
+    jnp.zeros(len(COUNTERS), jnp.int32),
+    jnp.zeros(inputs.h.shape[0], jnp.int32),
+  )
 
 
 def _distinct(topk_ids: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
@@ -134,7 +130,10 @@ class Contest:
 
   def __init__(self, case: Case, steps: int):
     self._engine = make_engine(random_model(case.model, case.engine), case.residency, case.engine)
-    self.functions = {"step": routed.run_routed, "bound": run_without_residency}
+    self.functions = {
+      "step": stack.ROUTED,
+      "bound": stack.Ops(prepare=prepare_without_residency),
+    }
     start = self._resident_state()
     self._states = {name: jax.tree.map(jnp.copy, start) for name in self.functions}
     self._steps = steps

@@ -62,6 +62,30 @@ class RhacConfig:
 
 
 @dataclasses.dataclass
+class PrefetchConfig:
+  """Copies of experts that the next layer is predicted to need, in decode.
+
+  Attributes:
+    max_experts: copies on the way to one layer, 0..num_experts_per_tok; 0: no prefetch.
+    link_experts: whole transfers that fit between a prediction and the routing, for each MoE layer;
+      empty: no bound. A layer copies min(max_experts, link_experts) experts or none.
+    predictor_input: literal (the next router gets what the present one got) or renorm (the stream
+      through the next layer's own norm).
+    placement: in_flight (arrivals wait until the layer has routed) or slot (they evict at once).
+    min_useful_frac: a layer whose recent share of right predictions is lower issues nothing until
+      it recovers, 0 <= min_useful_frac <= 1.
+    useful_decay: of that share's moving average, 0 <= useful_decay < 1.
+  """
+
+  max_experts: int = 0
+  link_experts: tuple[int, ...] = ()
+  predictor_input: str = "literal"
+  placement: str = "in_flight"
+  min_useful_frac: float = 0.0
+  useful_decay: float = 0.95
+
+
+@dataclasses.dataclass
 class ResidencyConfig:
   """Which experts stay on the device.
 
@@ -74,6 +98,9 @@ class ResidencyConfig:
     allocation: JSON file of `moecore allocate` that gives `slots`; empty: none.
     all_resident: hold every expert on the device; the three above are then unused.
     rhac: settings of the policy `rhac`.
+    prefetch: copies ahead of the routing.
+    substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
+      exact.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
@@ -83,6 +110,8 @@ class ResidencyConfig:
   allocation: str = ""
   all_resident: bool = False
   rhac: RhacConfig = dataclasses.field(default_factory=RhacConfig)
+  prefetch: PrefetchConfig = dataclasses.field(default_factory=PrefetchConfig)
+  substitution_threshold: float = 0.0
   reset_between_requests: bool = False
 
 
@@ -236,6 +265,7 @@ class RunConfig:
     _within("residency.rhac.window", rhac.window, 1, 32)
     if not 0 <= rhac.decay < 1:
       raise _fault("residency.rhac.decay", rhac.decay, "0 <= decay < 1", "try 0.98")
+    self._validate_prefetch()
     for name in ("frequency_weight", "average_weight", "score_weight", "age_weight", "age_cap"):
       _at_least(f"residency.rhac.{name}", getattr(rhac, name), 0)
     _at_least("engine.batch_size", eng.batch_size, 1)
@@ -275,6 +305,21 @@ class RunConfig:
     _at_least("eval.items_per_task", self.eval.items_per_task, 0)
     _at_least("eval.max_new_tokens", self.eval.max_new_tokens, 0)
     self._validate_train()
+
+  def _validate_prefetch(self) -> None:
+    res, prefetch = self.residency, self.residency.prefetch
+    _at_least("residency.prefetch.max_experts", prefetch.max_experts, 0)
+    for i, count in enumerate(prefetch.link_experts):
+      _at_least(f"residency.prefetch.link_experts[{i}]", count, 0)
+    _one_of("residency.prefetch.predictor_input", prefetch.predictor_input, ("literal", "renorm"))
+    _one_of("residency.prefetch.placement", prefetch.placement, ("in_flight", "slot"))
+    _within("residency.prefetch.min_useful_frac", prefetch.min_useful_frac, 0, 1)
+    if not 0 <= prefetch.useful_decay < 1:
+      got = prefetch.useful_decay
+      raise _fault("residency.prefetch.useful_decay", got, "0 <= decay < 1", "try 0.95")
+    if not 0 <= res.substitution_threshold < 1:
+      got = res.substitution_threshold
+      raise _fault("residency.substitution_threshold", got, "0 <= alpha < 1", "try 0.1")
 
   def _validate_train(self) -> None:
     train = self.train
@@ -334,6 +379,8 @@ class RunConfig:
       policy=typing.cast(specs.PolicyName, res.policy),
       slots=slots,
       rhac=specs.RhacSpec(**_fields(res.rhac)),
+      prefetch=self._freeze_prefetch(model_spec),
+      substitution_threshold=res.substitution_threshold,
       reset_between_requests=res.reset_between_requests,
     )
 
@@ -348,6 +395,20 @@ class RunConfig:
       raise _fault("residency.allocation", path, expected, "run moecore allocate again")
     return made.slots
 
+  def _freeze_prefetch(self, model_spec: specs.ModelSpec) -> specs.PrefetchSpec:
+    prefetch, fan_outs = (
+      self.residency.prefetch,
+      [g.num_experts_per_tok for g in model_spec.expert_groups],
+    )
+    if prefetch.max_experts > min(fan_outs):
+      expected = f"0..{min(fan_outs)}, the experts of a token"
+      raise _fault("residency.prefetch.max_experts", prefetch.max_experts, expected, "lower it")
+    bounds, layers = prefetch.link_experts, len(model_spec.moe_layers)
+    if bounds and len(bounds) != layers:
+      expected = f"one number for each of the {layers} MoE layers"
+      raise _fault("residency.prefetch.link_experts", bounds, expected, "or leave it empty")
+    return specs.PrefetchSpec(**_fields(prefetch))
+
   def for_system(self, system: str) -> "RunConfig":
     """Returns a copy that serves the same model as another system, on one expert budget.
 
@@ -361,6 +422,8 @@ class RunConfig:
     _one_of("eval.systems", system, SYSTEMS)
     config = copy.deepcopy(self)
     res = config.residency
+    if system != "moecore":
+      res.prefetch, res.substitution_threshold = PrefetchConfig(), 0.0
     if system == "lod":
       res.policy = "lru"
       if slots := self._slots_by_layer():

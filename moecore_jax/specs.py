@@ -206,6 +206,35 @@ class RhacSpec:
   age_cap: int = 0
 
 
+PredictorInput = Literal["literal", "renorm"]
+Placement = Literal["in_flight", "slot"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefetchSpec:
+  """Copies of experts that the next layer is predicted to need.
+
+  Attributes:
+    max_experts: n_max, copies on the way to one layer; 0 prefetches nothing.
+    link_experts: n_comm of each MoE layer, whole transfers that fit between its prediction and its
+      routing; empty: no bound. A layer copies min(n_max, n_comm) experts or none.
+    predictor_input: "literal" gives the next router what the present one got; "renorm" gives it the
+      un-normed stream through the next layer's own norm.
+    placement: "in_flight" keeps arrivals apart until the layer has routed; "slot" evicts at once.
+    min_useful_frac: a layer whose recent share of right predictions is lower issues nothing.
+    useful_decay: of that share's moving average, 0 <= decay < 1.
+
+  Source: MoE-CORE, cross-layer prefetch.
+  """
+
+  max_experts: int = 0
+  link_experts: tuple[int, ...] = ()
+  predictor_input: PredictorInput = "literal"
+  placement: Placement = "in_flight"
+  min_useful_frac: float = 0.0
+  useful_decay: float = 0.95
+
+
 PolicyName = Literal["rhac", "lru", "lfu", "fifo", "random", "static"]
 
 
@@ -218,12 +247,17 @@ class ResidencySpec:
     slots: decode slots K_l of each MoE layer, in layer order; the length is the number of MoE
       layers.
     rhac: settings of the policy `rhac`, unused by the others.
+    prefetch: copies ahead of the routing, in decode.
+    substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
+      exact.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
   policy: PolicyName
   slots: tuple[int, ...]
   rhac: RhacSpec = RhacSpec()
+  prefetch: PrefetchSpec = PrefetchSpec()
+  substitution_threshold: float = 0.0
   reset_between_requests: bool = False
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moecore_jax.runtime import program as program_lib
-from moecore_jax.runtime import routed, stack
+from moecore_jax.runtime import stack
 from moecore_jax.runtime.program import Params, Program
 from moecore_jax.runtime.sampling import sample
 from moecore_jax.runtime.state import DECODE, DecodeState, StepOut
@@ -20,7 +20,7 @@ def decode_step(
   params: Params,
   banks: tuple[dict[str, jax.Array], ...],
   state: DecodeState,
-  run_routed: stack.RunRouted = routed.run_routed,
+  ops: stack.Ops = stack.ROUTED,
 ) -> tuple[DecodeState, StepOut]:
   """Feeds every active row its next token and draws the one after.
 
@@ -29,7 +29,7 @@ def decode_step(
     params: dense parameters in device memory, layers keyed by segment.
     banks: stored experts of each group, pinned host memory; read by one-row copies only.
     state: state before the step; donated by `jit_decode_step`.
-    run_routed: how a layer's routed experts run; benchmarks compare others.
+    ops: how routed experts run; benchmarks compare others.
 
   Returns:
     The state after the step and what the step tells. Rows that drew an end token or used up
@@ -41,11 +41,11 @@ def decode_step(
   key, draw_key, layer_key = jax.random.split(state.key, 3)
   x = program_lib.embed(program, params, state.token)[:, None]
   tokens = stack.Tokens(position[:, None], active[:, None], jnp.int32(0))
-  carry, kv, topk_ids = stack.run_layers(
-    program, DECODE, params, banks, dataclasses.replace(state, key=layer_key), x, tokens, run_routed
+  layers = stack.run_layers(
+    program, DECODE, params, banks, dataclasses.replace(state, key=layer_key), x, tokens, ops
   )
   with jax.named_scope("head"):
-    logits = program_lib.head(program, params, carry.x[:, 0])
+    logits = program_lib.head(program, params, layers.x[:, 0])
   token = sample(logits, draw_key, engine.sampling)
   remaining = state.remaining - active.astype(jnp.int32)
   ended = (
@@ -57,12 +57,12 @@ def decode_step(
     position=state.position + active.astype(jnp.int32),
     remaining=remaining,
     active=is_active,
-    kv=kv,
-    groups=carry.groups,
-    counters=state.counters.at[DECODE].set(carry.counters),
+    kv=layers.kv,
+    groups=layers.groups,
+    counters=state.counters.at[DECODE].set(layers.counters),
     key=key,
   )
-  return new_state, StepOut(token, active, is_active, logits, topk_ids, carry.hits)
+  return new_state, StepOut(token, active, is_active, logits, layers.topk_ids, layers.hits)
 
 
 jit_decode_step = functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)(decode_step)

@@ -351,8 +351,8 @@ class Engine:
   def counters(self) -> dict[str, np.ndarray]:
     """Returns what has been counted since the engine was built, int64 [MoE layers] each.
 
-    Keys: {"decode", "prefill"}_{"invocations", "hits", "misses", "evictions", "moved_bytes"}; see
-    `state.COUNTERS`. moved_bytes are the bytes that crossed from the bank to the device.
+    Keys: {"decode", "prefill"}_{NAME}, NAME one of `state.COUNTERS` or "moved_bytes": the bytes
+    that crossed from the bank to the device, of misses and of prefetches.
     """
     self._totals += np.asarray(self.state.counters)
     zeros = jnp.zeros_like(self.state.counters)  # int32 on the device must not run over
@@ -365,7 +365,8 @@ class Engine:
     }
     expert_bytes = self._expert_bytes()
     for phase in ("decode", "prefill"):
-      figures[f"{phase}_moved_bytes"] = figures[f"{phase}_misses"] * expert_bytes
+      loads = figures[f"{phase}_misses"] + figures[f"{phase}_prefetches"]
+      figures[f"{phase}_moved_bytes"] = loads * expert_bytes
     return figures
 
   def _expert_bytes(self) -> np.ndarray:

@@ -84,15 +84,15 @@ def prefill_chunk(
   key, draw_key, layer_key = jax.random.split(state.key, 3)
   x = program_lib.embed(program, params, chunk.tokens)[None]
   tokens = stack.Tokens(positions[None], valid[None], chunk.row)
-  carry, kv, topk_ids = stack.run_layers(
+  layers = stack.run_layers(
     program, PREFILL, params, banks, dataclasses.replace(state, key=layer_key), x, tokens
   )
   last = jnp.maximum(chunk.length - 1, 0)
   if all_logits:
-    logits = program_lib.head(program, params, carry.x[0])
+    logits = program_lib.head(program, params, layers.x[0])
     last_logits = logits[last]
   else:
-    logits = last_logits = program_lib.head(program, params, carry.x[0, last][None])[0]
+    logits = last_logits = program_lib.head(program, params, layers.x[0, last][None])[0]
   token = sample(last_logits[None], draw_key, program.engine.sampling)[0]
   remaining = chunk.max_new_tokens - 1
   ended = (
@@ -104,12 +104,12 @@ def prefill_chunk(
     position=state.position.at[chunk.row].set(chunk.offset + chunk.length),
     remaining=state.remaining.at[chunk.row].set(remaining),
     active=state.active.at[chunk.row].set((remaining > 0) & ~jnp.asarray(ended)),
-    kv=kv,
-    groups=carry.groups,
-    counters=state.counters.at[PREFILL].set(carry.counters),
+    kv=layers.kv,
+    groups=layers.groups,
+    counters=state.counters.at[PREFILL].set(layers.counters),
     key=key,
   )
-  return new_state, PrefillOut(token, logits, topk_ids, carry.hits)
+  return new_state, PrefillOut(token, logits, layers.topk_ids, layers.hits)
 
 
 jit_prefill_chunk = functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)(

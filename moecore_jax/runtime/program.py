@@ -19,6 +19,7 @@ from moecore_jax.specs import (
   ModelSpec,
   MoESpec,
   PolicyName,
+  PrefetchSpec,
   ResidencySpec,
   RhacSpec,
 )
@@ -43,6 +44,7 @@ class Segment:
     moe_start: index of the first layer among the MoE layers, -1 for dense ones.
     group: index of the expert group, -1 for dense layers.
     group_start: index of the first layer within the group.
+    prefetch_count: experts that are copied ahead for each of the layers when any are.
   """
 
   start: int
@@ -51,6 +53,7 @@ class Segment:
   moe_start: int = -1
   group: int = -1
   group_start: int = -1
+  prefetch_count: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Program:
     policy: replacement policy.
     rhac: settings of the policy rhac.
     max_slots: for each expert group, the largest number of slots of a layer.
+    prefetch: copies ahead of the routing.
+    substitution_threshold: alpha of approximate substitution; 0 is exact.
   """
 
   model: ModelSpec
@@ -73,6 +78,8 @@ class Program:
   policy: PolicyName
   rhac: RhacSpec
   max_slots: tuple[int, ...]
+  prefetch: PrefetchSpec
+  substitution_threshold: float
 
   def __hash__(self) -> int:
     return self._hash  # taken at every dispatch, so not worked out anew
@@ -88,17 +95,30 @@ class Program:
   def make_policy(self) -> policies.Policy:
     return policies.make_policy(self.policy, self.rhac)
 
+  def prefetch_count(self, layer: int) -> int:
+    """Returns n_l, how many experts are copied ahead for a layer when any are; the first MoE layer
+    has no prediction.
+    """
+    moe_layers, prefetch = self.model.moe_layers, self.prefetch
+    if layer not in moe_layers[1:]:
+      return 0
+    count = min(prefetch.max_experts, self.model.layers[layer].mlp.router.num_experts_per_tok)
+    if prefetch.link_experts:
+      count = min(count, prefetch.link_experts[moe_layers.index(layer)])
+    return count
+
   @property
   def segments(self) -> tuple[Segment, ...]:
     """The layers in order, cut as `engine.layer_loop` says."""
     model, cuts = self.model, []
     for i, layer in enumerate(model.layers):
       scanned = self.engine.layer_loop == "scanned"
-      if scanned and cuts and cuts[-1].layer == layer:
+      count = self.prefetch_count(i)
+      if scanned and cuts and (cuts[-1].layer, cuts[-1].prefetch_count) == (layer, count):
         cuts[-1] = dataclasses.replace(cuts[-1], length=cuts[-1].length + 1)
       elif isinstance(layer.mlp, MoESpec):
         group, index = model.group_of(i)
-        cuts.append(Segment(i, 1, layer, model.moe_layers.index(i), group, index))
+        cuts.append(Segment(i, 1, layer, model.moe_layers.index(i), group, index, count))
       else:
         cuts.append(Segment(i, 1, layer))
     return tuple(cuts)
@@ -107,7 +127,15 @@ class Program:
 def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> Program:
   """Returns the program of an engine."""
   max_slots = tuple(max(slots) for slots in group_slots(model, residency))
-  return Program(model, engine, residency.policy, residency.rhac, max_slots)
+  return Program(
+    model,
+    engine,
+    residency.policy,
+    residency.rhac,
+    max_slots,
+    residency.prefetch,
+    residency.substitution_threshold,
+  )
 
 
 def group_slots(model: ModelSpec, residency: ResidencySpec) -> tuple[tuple[int, ...], ...]:

@@ -1,5 +1,16 @@
-"""The layer function and the loop over layers, shared by decode and prefill."""
+"""The loop over layers, shared by decode and prefill.
 
+A step is a chain of MoE layers. An approach leads to one: the dense layers before it, its
+attention and its router. A transition leads from a layer that has routed to the next that has:
+residual loads, prediction and copies for the next layer, experts, the next approach. The copies
+start before the experts and are needed after the approach, so that both hide them.
+
+A prefetch that may be absent takes two loops of which exactly one turns once, {copy; experts;
+approach} and {experts; approach}: a condition would copy the pool, and a loop around the copy alone
+would wait for it.
+"""
+
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,9 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from moecore_jax.models.attention.blockwise import blockwise_attention, pad_rows
+from moecore_jax.models.experts import ExpertArrays
+from moecore_jax.residency import prefetch as prefetch_lib
+from moecore_jax.residency import slots as slots_lib
 from moecore_jax.runtime import routed as routed_lib
-from moecore_jax.runtime.program import Params, Program, Segment, bind_layer
-from moecore_jax.runtime.state import NO_EXPERT, DecodeState, GroupState
+from moecore_jax.runtime.program import Params, Program, bind_layer
+from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState
 
 
 class Tokens(NamedTuple):
@@ -27,35 +41,106 @@ class Tokens(NamedTuple):
   row: jax.Array
 
 
-class Carry(NamedTuple):
-  """What the layers pass on.
+class Ops(NamedTuple):
+  """How routed experts are brought in and run; benchmarks compare others than `routed`'s."""
+
+  prepare: Callable[..., tuple[GroupState, routed_lib.Prepared]] = routed_lib.prepare
+  execute: Callable[..., jax.Array] = routed_lib.execute
+
+
+ROUTED = Ops()
+
+
+class Out(NamedTuple):
+  """What the layers give.
 
   Attributes:
-    x: stream [B, T, D].
+    x: stream [B, T, D] after the last layer.
+    kv: the caches of all segments.
     groups: residency of each expert group.
-    counters: int32 [MoE layers, 4] of this step's phase.
-    hits: int32 [B * T].
+    counters: int32 [MoE layers, len(COUNTERS)] of the step's phase, this step added.
+    hits: int32 [B * T], invocations that count as hits.
+    topk_ids: uint16 [MoE layers, B * T, A], chosen experts.
   """
 
   x: jax.Array
+  kv: tuple[jax.Array, ...]
+  groups: tuple[GroupState, ...]
+  counters: jax.Array
+  hits: jax.Array
+  topk_ids: jax.Array
+
+
+class _Flow(NamedTuple):
+  """What passes from layer to layer.
+
+  Attributes:
+    x: stream [B, T, D], after the attention of the layer that `inputs` belongs to.
+    inputs: of the routed experts of that layer; at the end, those of the last.
+    groups, counters, hits: as in Out.
+  """
+
+  x: jax.Array
+  inputs: routed_lib.Inputs
   groups: tuple[GroupState, ...]
   counters: jax.Array
   hits: jax.Array
 
 
-RunRouted = Callable[..., routed_lib.RoutedOut]
+class _Step(NamedTuple):
+  """What is the same for all layers of a step."""
+
+  program: Program
+  phase: int
+  params: Params
+  banks: tuple[ExpertArrays, ...]
+  tokens: Tokens
+  key: jax.Array
+  ops: Ops
+
+  def layer(self, s: int, offset: jax.Array) -> Any:
+    """Returns the module of one layer of a segment."""
+    segment, params = self.program.segments[s], self.params["layers"][s]
+    if segment.length > 1:
+      params = jax.tree.map(
+        lambda p: lax.dynamic_index_in_dim(p, offset, 0, keepdims=False), params
+      )
+    return bind_layer(self.program, segment.layer, params)
+
+
+Caches = dict[int, jax.Array]
+"""KV caches by segment: those that a part of the step writes."""
+
+Pools = dict[int, ExpertArrays]
+"""Pools by expert group: those that a part of the step reads or writes."""
+
+
+class _Way(NamedTuple):
+  """The way to one MoE layer, or to the end of the stack.
+
+  Attributes:
+    dense: segments of dense layers on the way.
+    segment: of the MoE layer, None at the end.
+  """
+
+  dense: tuple[int, ...]
+  segment: int | None
+
+  @property
+  def caches(self) -> tuple[int, ...]:
+    return self.dense if self.segment is None else (*self.dense, self.segment)
 
 
 def run_layers(
   program: Program,
   phase: int,
   params: Params,
-  banks: tuple[dict[str, jax.Array], ...],
+  banks: tuple[ExpertArrays, ...],
   state: DecodeState,
   x: jax.Array,
   tokens: Tokens,
-  run_routed: RunRouted = routed_lib.run_routed,
-) -> tuple[Carry, tuple[jax.Array, ...], jax.Array]:
+  ops: Ops = ROUTED,
+) -> Out:
   """Runs all layers on one step's tokens.
 
   Args:
@@ -66,104 +151,269 @@ def run_layers(
     state: state before the step.
     x: embeddings [B, T, D].
     tokens: where the tokens stand.
-    run_routed: how a layer's routed experts run; benchmarks compare others.
+    ops: how routed experts run.
+  """
+  step = _Step(program, phase, params, banks, tokens, state.key, ops)
+  first, *others = _ways(program)
+  caches: Caches = dict(enumerate(state.kv))
+  written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first))
+  caches |= written
+  assert first.segment is not None and inputs is not None, "the model has no MoE layer"
+  hits = jnp.zeros(tokens.valid.size, jnp.int32)
+  flow = _Flow(x, inputs, state.groups, state.counters[phase], hits)
+  chosen = []
+  s = first.segment
+  for following in others:
+    segment = program.segments[s]
+    if segment.length > 1:
+      within = _Way((), s)
+
+      def body(carry, offset, s=s, within=within):
+        flow, caches = carry
+        out = _transition(step, s, offset, within, offset + 1, flow, caches)
+        return out, _chosen(program, flow.inputs)
+
+      offsets = jnp.arange(segment.length - 1, dtype=jnp.int32)
+      (flow, written), ids = lax.scan(body, (flow, _pick(caches, within)), offsets)
+      caches |= written
+      chosen.append(ids)
+    chosen.append(_chosen(program, flow.inputs)[None])
+    last = jnp.int32(segment.length - 1)
+    flow, written = _transition(
+      step, s, last, following, jnp.int32(0), flow, _pick(caches, following)
+    )
+    caches |= written
+    s = following.segment
+  kv = tuple(caches[i] for i in range(len(caches)))
+  return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, jnp.concatenate(chosen))
+
+
+def _ways(program: Program) -> list[_Way]:
+  """Returns the way to each MoE segment, and the one from the last to the end."""
+  ways, dense = [], []
+  for s, segment in enumerate(program.segments):
+    dense.append(s)
+    if segment.group >= 0:
+      ways.append(_Way(tuple(dense[:-1]), s))
+      dense = []
+  return [*ways, _Way(tuple(dense), None)]
+
+
+def _pick(caches: Caches, way: _Way) -> Caches:
+  return {s: caches[s] for s in way.caches}
+
+
+def _chosen(program: Program, inputs: routed_lib.Inputs) -> jax.Array:
+  """Returns the chosen experts of a layer, uint16 [T, A of the widest layer]."""
+  width = max(g.num_experts_per_tok for g in program.model.expert_groups)
+  ids = jnp.where(inputs.valid[:, None], inputs.routing.topk_ids, NO_EXPERT).astype(jnp.uint16)
+  return jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=NO_EXPERT)
+
+
+def _transition(
+  step: _Step,
+  s: int,
+  offset: jax.Array,
+  way: _Way,
+  next_offset: jax.Array,
+  flow: _Flow,
+  caches: Caches,
+) -> tuple[_Flow, Caches]:
+  """Leads from a MoE layer that has routed to the next that has, or to the end.
+
+  Args:
+    step: the step.
+    s: segment of the layer.
+    offset: int32 scalar, its place in the segment.
+    way: what follows.
+    next_offset: place of the next MoE layer in its segment.
+    flow: after the layer's router.
+    caches: those that `way` writes.
+  """
+  program = step.program
+  segment = program.segments[s]
+  layer, index = step.layer(s, offset), segment.group_start + offset
+  moe_index = segment.moe_start + offset
+  group, prepared = step.ops.prepare(
+    program,
+    step.phase,
+    segment.group,
+    step.banks[segment.group],
+    flow.groups[segment.group],
+    index,
+    flow.inputs,
+    jax.random.fold_in(step.key, moe_index),
+  )
+  groups = _replaced(flow.groups, segment.group, group)
+  ahead = None
+  count = 0 if way.segment is None else program.segments[way.segment].prefetch_count
+  if way.segment is not None and count and step.phase == DECODE:
+    groups, ahead = _look_ahead(step, way.segment, next_offset, flow, groups)
+
+  def advance(pools: Pools, caches: Caches) -> tuple[Caches, jax.Array, Any]:
+    y = step.ops.execute(program, pools[segment.group], flow.inputs, prepared)
+    with jax.named_scope("shared_expert"):
+      y = layer.mlp.add_shared(y, flow.inputs.h)
+    return _approach(step, way, next_offset, flow.x + y.reshape(flow.x.shape), caches)
+
+  if ahead is None:
+    caches, x, inputs = advance({segment.group: group.pool}, caches)
+  else:
+    pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
+    pools, (caches, x, inputs) = _advance_with_copies(step, ahead, advance, pools, caches)
+    for g, pool in pools.items():
+      groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
+    inputs = inputs._replace(prediction=ahead.prediction)
+  return _Flow(
+    x,
+    flow.inputs if inputs is None else inputs,
+    groups,
+    flow.counters.at[moe_index].add(prepared.counts),
+    flow.hits + prepared.hits,
+  ), caches
+
+
+class _Ahead(NamedTuple):
+  """Copies for the next layer.
+
+  Attributes:
+    group: its expert group.
+    prediction: of its experts.
+    bank_rows: int32 scalar each, where the copies come from.
+    pool_rows: int32 scalar each, where they go.
+  """
+
+  group: int
+  prediction: prefetch_lib.Prediction
+  bank_rows: list[jax.Array]
+  pool_rows: list[jax.Array]
+
+
+def _look_ahead(
+  step: _Step, s: int, offset: jax.Array, flow: _Flow, groups: tuple[GroupState, ...]
+) -> tuple[tuple[GroupState, ...], _Ahead]:
+  """Predicts what the layer at `offset` of segment `s` needs, by its own router."""
+  program, settings = step.program, step.program.prefetch
+  segment = program.segments[s]
+  layer, group = step.layer(s, offset), groups[segment.group]
+  index, count = segment.group_start + offset, segment.prefetch_count
+  h = flow.inputs.h
+  if settings.predictor_input == "renorm":
+    h = layer.mlp_norm(flow.x).reshape(h.shape)
+  with jax.named_scope("predictor"):
+    routing = layer.mlp.router(h)
+  tables = group.tables
+  num_experts = tables.expert_to_slot.shape[1]
+  is_allowed = group.useful_rate[index] >= settings.min_useful_frac
+  if settings.placement == "slot":
+    is_allowed &= tables.num_slots[index] >= count
+  prediction = prefetch_lib.predict(
+    routing.topk_ids,
+    routing.selection_scores,
+    flow.inputs.valid,
+    slots_lib.resident(tables, index),
+    count,
+    is_allowed,
+  )
+  first = routed_lib.transient_row(program, group.pool) + 1
+  rows = [jnp.int32(first + j) for j in range(count)]
+  if settings.placement == "slot":
+    key = jax.random.fold_in(step.key, len(program.model.layers) + segment.moe_start + offset)
+    group, rows = routed_lib.claim_slots(program, segment.group, group, index, prediction, key)
+  bank_rows = [index * num_experts + prediction.experts[j] for j in range(count)]
+  groups = _replaced(groups, segment.group, group)
+  return groups, _Ahead(segment.group, prediction, bank_rows, rows)
+
+
+def _advance_with_copies(
+  step: _Step, ahead: _Ahead, advance: Callable, pools: Pools, caches: Caches
+) -> tuple[Pools, Any]:
+  """Runs `advance` with the copies on the way if they are issued, else without."""
+
+  def with_copies(_, carry):
+    pools, (caches, *_rest) = carry
+    copies = [routed_lib.fetch(step.banks[ahead.group], row) for row in ahead.bank_rows]
+    result = advance(pools, caches)
+    pool = pools[ahead.group]
+    for stored, row in zip(copies, ahead.pool_rows, strict=True):
+      pool = routed_lib.write_row(pool, stored, row)
+    return pools | {ahead.group: pool}, result
+
+  def without_copies(_, carry):
+    pools, (caches, *_rest) = carry
+    return pools, advance(pools, caches)
+
+  _, *rest = jax.eval_shape(advance, pools, caches)
+  blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest)
+  count = ahead.prediction.is_issued.astype(jnp.int32)
+  carry = lax.fori_loop(0, count, with_copies, (pools, (caches, *blank)))
+  return lax.fori_loop(0, 1 - count, without_copies, carry)
+
+
+def _approach(
+  step: _Step, way: _Way, offset: jax.Array, x: jax.Array, caches: Caches
+) -> tuple[Caches, jax.Array, routed_lib.Inputs | None]:
+  """Runs the dense layers on a way, then the attention and the router of its MoE layer.
+
+  Args:
+    step: the step.
+    way: where to go.
+    offset: int32 scalar, place of the MoE layer in its segment.
+    x: stream [B, T, D].
+    caches: of `way.caches`.
 
   Returns:
-    The carry after the last layer, the KV caches, and the chosen experts uint16 [MoE layers, B * T,
-    A].
+    The caches, the stream, and the inputs of the MoE layer's experts, None at the end.
   """
-  carry = Carry(x, state.groups, state.counters[phase], jnp.zeros(tokens.valid.size, jnp.int32))
-  caches, chosen = [], []
-  width = max(g.num_experts_per_tok for g in program.model.expert_groups)
-  for s, segment in enumerate(program.segments):
+  caches = dict(caches)
+  for s in way.dense:
 
-    def body(carry_and_cache, params_and_offset, segment=segment):
-      carry, cache = carry_and_cache
-      params, offset = params_and_offset
-      layer = bind_layer(program, segment.layer, params)
-      carry, cache, ids = _run_layer(
-        program, phase, layer, segment, offset, banks, carry, cache, tokens, state.key, run_routed
-      )
-      if ids is not None:
-        ids = jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=NO_EXPERT)
-      return (carry, cache), ids
+    def body(carry, i, s=s):
+      x, cache = carry
+      layer = step.layer(s, i)
+      x, cache = _attend(step, layer, i, x, cache)
+      return (x + layer.mlp(layer.mlp_norm(x)), cache), None
 
-    if segment.length == 1:
-      (carry, cache), ids = body((carry, state.kv[s]), (params["layers"][s], jnp.int32(0)))
-      ids = None if ids is None else ids[None]
+    length = step.program.segments[s].length
+    if length == 1:
+      (x, caches[s]), _ = body((x, caches[s]), jnp.int32(0))
     else:
-      offsets = jnp.arange(segment.length, dtype=jnp.int32)
-      (carry, cache), ids = lax.scan(body, (carry, state.kv[s]), (params["layers"][s], offsets))
-    caches.append(cache)
-    if ids is not None:
-      chosen.append(ids)
-  return carry, tuple(caches), jnp.concatenate(chosen)
+      offsets = jnp.arange(length, dtype=jnp.int32)
+      (x, caches[s]), _ = lax.scan(body, (x, caches[s]), offsets)
+  if way.segment is None:
+    return caches, x, None
+  layer = step.layer(way.segment, offset)
+  x, caches[way.segment] = _attend(step, layer, offset, x, caches[way.segment])
+  h = layer.mlp_norm(x)
+  flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
+  with jax.named_scope("router"):
+    routing = layer.mlp.router(flat)
+  nothing = prefetch_lib.no_prediction(routing.topk_ids, routing.selection_scores.shape[1])
+  return caches, x, routed_lib.Inputs(flat, routing, step.tokens.valid.reshape(-1), nothing)
 
 
-def _run_layer(
-  program: Program,
-  phase: int,
-  layer: Any,
-  segment: Segment,
-  offset: jax.Array,
-  banks: tuple[dict[str, jax.Array], ...],
-  carry: Carry,
-  cache: jax.Array,
-  tokens: Tokens,
-  key: jax.Array,
-  run_routed: RunRouted,
-) -> tuple[Carry, jax.Array, jax.Array | None]:
-  """One decoder layer: attention over the cache, then the dense block or the routed and shared
-  experts.
-  """
-  x = carry.x
+def _attend(
+  step: _Step, layer: Any, offset: jax.Array, x: jax.Array, cache: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the stream after a layer's attention over the cache, and the cache."""
+  tokens, block = step.tokens, step.program.engine.kv_block_tokens
   with jax.named_scope("attention"):
     h = layer.attention_norm(x)
     cache = _write_rows(
       cache, offset, tokens, pad_rows(layer.attention.latents(h, tokens.positions))
     )
     queries = pad_rows(layer.attention.queries(h, tokens.positions))
-    block = program.engine.kv_block_tokens
 
     def read_block(i):
       start = (offset, tokens.row, i * block, jnp.int32(0))
       return lax.dynamic_slice(cache, start, (1, x.shape[0], block, cache.shape[3]))[0]
 
-    x = x + layer.attention.output(
-      blockwise_attention(queries, tokens.positions, read_block, block)
-    )
-  h = layer.mlp_norm(x)
-  if not layer.is_moe:
-    return carry._replace(x=x + layer.mlp(h)), cache, None
-  flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
-  valid = tokens.valid.reshape(-1)
-  with jax.named_scope("router"):
-    routing = layer.mlp.router(flat)
-  moe_index = segment.moe_start + offset
-  out = run_routed(
-    program,
-    phase,
-    segment.group,
-    banks[segment.group],
-    carry.groups[segment.group],
-    segment.group_start + offset,
-    flat,
-    routing,
-    valid,
-    jax.random.fold_in(key, moe_index),
-  )
-  with jax.named_scope("shared_expert"):
-    y = layer.mlp.add_shared(out.y, flat)
-  groups = list(carry.groups)
-  groups[segment.group] = out.group
-  ids = jnp.where(valid[:, None], routing.topk_ids, NO_EXPERT).astype(jnp.uint16)
-  carry = Carry(
-    x + y.reshape(x.shape),
-    tuple(groups),
-    carry.counters.at[moe_index].add(out.counts),
-    carry.hits + out.hits,
-  )
-  return carry, cache, ids
+    attended = blockwise_attention(queries, tokens.positions, read_block, block)
+    return x + layer.attention.output(attended), cache
+
+
+def _replaced(groups: tuple[GroupState, ...], g: int, group: GroupState) -> tuple[GroupState, ...]:
+  return (*groups[:g], group, *groups[g + 1 :])
 
 
 def _write_rows(cache: jax.Array, offset: jax.Array, tokens: Tokens, rows: jax.Array) -> jax.Array:

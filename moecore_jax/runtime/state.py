@@ -17,10 +17,21 @@ from moecore_jax.runtime.program import Program, group_slots
 from moecore_jax.specs import ResidencySpec
 
 DECODE, PREFILL = 0, 1
-COUNTERS = ("invocations", "hits", "misses", "evictions")
+COUNTERS = (
+  "invocations",
+  "hits",
+  "misses",
+  "evictions",
+  "prefetches",
+  "useful_prefetches",
+  "predicted",
+  "substitutions",
+)
 """What is counted a layer. invocations: experts chosen by tokens. hits: invocations whose expert
-was resident when the step routed. misses: experts loaded. evictions: experts that a load
-displaced."""
+was resident, or had arrived ahead, when the layer had routed. misses: experts loaded after that.
+evictions: experts that another displaced. prefetches: experts copied ahead; useful_prefetches:
+those of them that the layer then chose. predicted: invocations that the layer's
+prediction held, resident or not. substitutions: invocations computed by another expert."""
 
 NO_EXPERT = 65535
 
@@ -31,15 +42,17 @@ class GroupState:
   """Residency of one expert group (L layers, N experts, C slots in all).
 
   Attributes:
-    pool: stored expert arrays [C + 1, ...] in device memory; the last row is transient, no table
-      refers to it.
+    pool: stored expert arrays [C + 1 + M, ...] in device memory; the row behind the slots is
+      transient, the last M = n_max are in flight, no table refers to them.
     tables: which expert lies in which row.
     policy: policy signals, every array with a leading layer axis L.
+    useful_rate: float32 [L], recent share of right predictions for each layer.
   """
 
   pool: ExpertArrays
   tables: slots_lib.SlotTables
   policy: PolicyState
+  useful_rate: Float32[Array, "L"]
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +67,7 @@ class DecodeState:
     active: bool [B], rows that decode.
     kv: for each segment, cached rows [layers, B, S, R] of the engine's dtype, R in whole lanes.
     groups: residency of each expert group.
-    counters: int32 [2, MoE layers, 4], cumulative, decode and prefill apart; see COUNTERS.
+    counters: int32 [2, MoE layers, len(COUNTERS)], cumulative, decode and prefill apart.
     key: uint32 [2], random key.
   """
 
@@ -64,7 +77,7 @@ class DecodeState:
   active: Bool[Array, "B"]
   kv: tuple[jax.Array, ...]
   groups: tuple[GroupState, ...]
-  counters: Int32[Array, "2 L 4"]
+  counters: Int32[Array, "2 L counters"]
   key: UInt32[Array, "2"]
 
 
@@ -77,7 +90,7 @@ class StepOut(NamedTuple):
     is_active: bool [B], rows that go on.
     logits: float32 [B, V].
     topk_ids: uint16 [MoE layers, B, A], chosen experts in top-k order, 65535 for none.
-    hits: int32 [B], invocations of the row whose expert was resident when its layer routed.
+    hits: int32 [B], invocations of the row that count as hits.
   """
 
   token: Int32[Array, "B"]
@@ -122,10 +135,9 @@ def init_group(program: Program, group_index: int, slots: tuple[int, ...]) -> Gr
   """
   group = program.model.expert_groups[group_index]
   layout = bank_layout(group, program.engine.expert_format)
-  pool = {
-    name: jnp.zeros((sum(slots) + 1, *shape[1:]), dtype) for name, (shape, dtype) in layout.items()
-  }
+  rows = sum(slots) + 1 + program.prefetch.max_experts
+  pool = {name: jnp.zeros((rows, *shape[1:]), dtype) for name, (shape, dtype) in layout.items()}
   signals = program.make_policy().init(group.num_experts)
   signals = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(slots), *x.shape)), signals)
   tables = slots_lib.init_tables(group.num_experts, slots, program.max_slots[group_index])
-  return GroupState(pool, tables, signals)
+  return GroupState(pool, tables, signals, jnp.ones(len(slots), jnp.float32))

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moecore_jax.specs import EngineSpec, ResidencySpec
+from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec
 from moecore_jax.testing import tiny
 
 STEPS = 6
 LENGTHS = {1: (11,), 4: (3, 19, 1, 8)}  # ragged; 19 takes two chunks
 POLICIES = ("rhac", "lru", "lfu", "fifo", "random", "static")
 SLOTS = ("1", "k-1", "k", "N/4", "N")
+
+
+NO_PREFETCH = PrefetchSpec()
 
 
 def engine_spec(batch: int, **kwargs) -> EngineSpec:
@@ -25,9 +28,12 @@ def engine_spec(batch: int, **kwargs) -> EngineSpec:
 
 
 @functools.cache
-def run(spec, policy: str, slots: int, engine: EngineSpec, seed: int = 0) -> tiny.Trace:
+def run(
+  spec, policy: str, slots, engine: EngineSpec, seed: int = 0, prefetch: PrefetchSpec = NO_PREFETCH
+) -> tiny.Trace:
   model = tiny.random_model(spec, engine, seed)
-  residency = ResidencySpec(policy, (slots,) * len(spec.moe_layers))
+  by_layer = (slots,) * len(spec.moe_layers) if isinstance(slots, int) else slots
+  residency = ResidencySpec(policy, by_layer, prefetch=prefetch)
   prompts = tiny.random_prompts(spec, LENGTHS[engine.batch_size], seed)
   return tiny.decode_all(tiny.make_engine(model, residency, engine), prompts, STEPS)
 
@@ -82,6 +88,41 @@ def test_formats_and_loops(options):
   engine = engine_spec(4, **options)
   with jax.numpy_dtype_promotion("standard"):  # flax promotes bfloat16 to take norms
     assert_same(run(SPEC, "rhac", 2, engine), run(SPEC, "static", 16, engine))
+
+
+# Every count, input, placement, policy, loop and batch occurs; the full product is slow.
+PREFETCHES = [
+  ("rhac", 4, 1, PrefetchSpec(1)),
+  ("rhac", 1, 4, PrefetchSpec(2)),
+  ("lru", 3, 4, PrefetchSpec(3, predictor_input="renorm")),
+  ("static", 4, 4, PrefetchSpec(1)),
+  ("lfu", 2, 1, PrefetchSpec(2, placement="slot")),
+  ("random", 4, 4, PrefetchSpec(2, link_experts=(9, 1, 0))),
+  ("rhac", (2, 16, 3), 4, PrefetchSpec(1, min_useful_frac=0.6, useful_decay=0.5)),
+]
+DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=3)
+
+
+@pytest.mark.parametrize(
+  ("policy", "slots", "batch", "prefetch"), PREFETCHES, ids=lambda value: str(value)[:40]
+)
+def test_prefetch(policy, slots, batch, prefetch):
+  engine = engine_spec(batch, layer_loop="scanned" if batch == 4 else "unrolled")
+  wanted = run(DEEPER, "static", 16, engine)
+  assert_same(run(DEEPER, policy, slots, engine, prefetch=prefetch), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["in_flight", "slot"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4, (3, 16, 2)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prefetch_full_product(policy, count, slots, batch, placement):
+  engine = engine_spec(batch, layer_loop="scanned")
+  prefetch = PrefetchSpec(count, placement=placement)
+  wanted = run(DEEPER, "static", 16, engine)
+  assert_same(run(DEEPER, policy, slots, engine, prefetch=prefetch), wanted)
 
 
 def test_group_limited_routing():

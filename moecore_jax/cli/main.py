@@ -19,6 +19,7 @@ import moecore_jax
 _VERBS = {
   "eval": "evaluate a model on tasks, under one or several systems; resumable",
   "generate": "stream the completion of one prompt",
+  "plan": "tell what a config needs of a device's memory, and what would fit",
   "convert": "turn a published checkpoint into one that loads straight into host memory",
   "train": "train the demo model from scratch",
 }

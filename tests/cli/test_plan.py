@@ -1,0 +1,42 @@
+"""`moecore plan`: tables and JSON of what fits, one sentence for what does not."""
+
+import json
+
+from moecore_jax.cli import main
+
+
+def test_the_demo_plan_is_printed_and_written(tmp_path, capsys):
+  path = tmp_path / "plan.json"
+  argv = ["plan", "--config=configs/demo.py", f"--json={path}"]
+  assert main.main([*argv, "--config.device.memory_bytes=20000000"]) == 0
+  out = capsys.readouterr().out
+  for word in ("expert_slots", "budget", "19.00 MB", "longest context", "one slot less in every"):
+    assert word in out
+  result = json.loads(path.read_text())
+  assert result["fits"]
+  assert result["needed_bytes"] == sum(result["regions_bytes"].values()) <= result["budget_bytes"]
+  assert 12 <= result["most_uniform_slots"] < 32
+  assert result["slots"] == [12] * 8
+
+
+def test_shapes_alone_suffice_and_are_refused_in_numbers(tmp_path, capsys):
+  path = tmp_path / "plan.json"
+  argv = ["plan", "--config=configs/deepseek_v3.py", f"--json={path}"]
+  assert main.main([*argv, "--config.residency.slots_per_layer=64"]) == 2
+  out, err = capsys.readouterr()
+  assert out == ""
+  assert not path.exists()
+  assert err.count("\n") == 1
+  for word in (
+    "the device needs 3",
+    "expert_slots 32",
+    "there are 79.80 GB",
+    "slots_per_layer to 7",
+  ):
+    assert word in err
+
+
+def test_a_missing_checkpoint_is_refused(capsys):
+  argv = ["plan", "--config=configs/demo.py", "--config.model.checkpoint=/nowhere"]
+  assert main.main(argv) == 2
+  assert "the checkpoint folder does not exist" in capsys.readouterr().err

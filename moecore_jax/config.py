@@ -86,6 +86,22 @@ class PrefetchConfig:
 
 
 @dataclasses.dataclass
+class StagingConfig:
+  """Complete layer staging in prefill.
+
+  Attributes:
+    enabled: copy layers whole for prompts of at least ceil(slots / experts per token) tokens.
+    fill: what orders the experts that go from a staged layer into its slots: profile (of the
+      request's domain), prompt (its own scores), both, or none.
+    reuses_residents: copy residents from their slots instead of over the link.
+  """
+
+  enabled: bool = False
+  fill: str = "both"
+  reuses_residents: bool = False
+
+
+@dataclasses.dataclass
 class ResidencyConfig:
   """Which experts stay on the device.
 
@@ -101,6 +117,7 @@ class ResidencyConfig:
     prefetch: copies ahead of the routing.
     substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
       exact.
+    staging: how prefill brings in the layers of long prompts.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
@@ -112,6 +129,7 @@ class ResidencyConfig:
   rhac: RhacConfig = dataclasses.field(default_factory=RhacConfig)
   prefetch: PrefetchConfig = dataclasses.field(default_factory=PrefetchConfig)
   substitution_threshold: float = 0.0
+  staging: StagingConfig = dataclasses.field(default_factory=StagingConfig)
   reset_between_requests: bool = False
 
 
@@ -312,6 +330,7 @@ class RunConfig:
     for i, count in enumerate(prefetch.link_experts):
       _at_least(f"residency.prefetch.link_experts[{i}]", count, 0)
     _one_of("residency.prefetch.predictor_input", prefetch.predictor_input, ("literal", "renorm"))
+    _one_of("residency.staging.fill", res.staging.fill, ("none", "profile", "prompt", "both"))
     _one_of("residency.prefetch.placement", prefetch.placement, ("in_flight", "slot"))
     _within("residency.prefetch.min_useful_frac", prefetch.min_useful_frac, 0, 1)
     if not 0 <= prefetch.useful_decay < 1:
@@ -381,6 +400,7 @@ class RunConfig:
       rhac=specs.RhacSpec(**_fields(res.rhac)),
       prefetch=self._freeze_prefetch(model_spec),
       substitution_threshold=res.substitution_threshold,
+      staging=specs.StagingSpec(**_fields(res.staging)),
       reset_between_requests=res.reset_between_requests,
     )
 
@@ -424,6 +444,7 @@ class RunConfig:
     res = config.residency
     if system != "moecore":
       res.prefetch, res.substitution_threshold = PrefetchConfig(), 0.0
+      res.staging = StagingConfig()
     if system == "lod":
       res.policy = "lru"
       if slots := self._slots_by_layer():

@@ -235,6 +235,27 @@ class PrefetchSpec:
   useful_decay: float = 0.95
 
 
+SlotFill = Literal["none", "profile", "prompt", "both"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StagingSpec:
+  """Complete layer staging in prefill.
+
+  Attributes:
+    enabled: layers for which a prompt has at least ceil(K_l / k_l) tokens are copied whole.
+    fill: what orders the experts that are copied from a staged layer into its slots: its domain's
+      profile, the prompt's own scores, both, or nothing is.
+    reuses_residents: residents are copied from their slots instead of over the link.
+
+  Source: MoE-CORE, prefill.
+  """
+
+  enabled: bool = False
+  fill: SlotFill = "both"
+  reuses_residents: bool = False
+
+
 PolicyName = Literal["rhac", "lru", "lfu", "fifo", "random", "static"]
 
 
@@ -250,6 +271,7 @@ class ResidencySpec:
     prefetch: copies ahead of the routing, in decode.
     substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
       exact.
+    staging: how prefill brings in the layers of long prompts.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
@@ -258,6 +280,7 @@ class ResidencySpec:
   rhac: RhacSpec = RhacSpec()
   prefetch: PrefetchSpec = PrefetchSpec()
   substitution_threshold: float = 0.0
+  staging: StagingSpec = StagingSpec()
   reset_between_requests: bool = False
 
 

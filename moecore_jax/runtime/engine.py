@@ -108,6 +108,7 @@ class Engine:
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
+    self._thresholds = program_lib.staging_thresholds(self.program, residency)
     self.state: DecodeState = _committed(
       jax.jit(state_lib.init_state, static_argnums=(0, 1))(self.program, residency)
     )
@@ -141,8 +142,15 @@ class Engine:
 
   def warm_up(self) -> None:
     """Compiles all programs that `generate` runs, by running them without a token."""
+    nothing, floor = np.zeros(0, np.int32), 0
+    largest = self.spec.prefill_buckets[-1]
     for bucket in self.spec.prefill_buckets:
-      self._run_chunk(np.zeros(0, np.int32), bucket, 0, 0, 0, all_logits=False)
+      edges = {n for n in self._thresholds.values() if floor < n <= bucket}
+      lengths = {floor + 1, *edges, *(n for n in self._thresholds.values() if n > largest)}
+      longest = self.spec.context_tokens if self.spec.context_tokens > largest else floor + 1
+      for staged in {self._staged(n) for n in (*lengths, longest)}:
+        self._run_chunk(nothing, bucket, 0, 0, 0, False, staged)
+      floor = bucket
     self.decode_step()
     self.release(0)
     bool(self.state.active[0])
@@ -162,13 +170,13 @@ class Engine:
       all_logits: give the logits of every prompt token.
     """
     tokens = np.asarray(token_ids, np.int32)
-    largest, outs = self.spec.prefill_buckets[-1], []
+    largest, outs, staged = self.spec.prefill_buckets[-1], [], self._staged(len(tokens))
     for offset in range(0, len(tokens), largest):
       piece = tokens[offset : offset + largest]
       bucket = next(b for b in self.spec.prefill_buckets if b >= len(piece))
       is_last = offset + largest >= len(tokens)
       out = self._run_chunk(
-        piece, bucket, row, offset, max_new_tokens if is_last else 0, all_logits
+        piece, bucket, row, offset, max_new_tokens if is_last else 0, all_logits, staged
       )
       outs.append((out, len(piece)))
     last = outs[-1][0]
@@ -194,12 +202,18 @@ class Engine:
     empty = jax.jit(lambda: state_lib.init_state(self.program, self.residency).groups)()
     self.state = dataclasses.replace(self.state, groups=_committed(empty))
 
-  def _run_chunk(self, piece, bucket, row, offset, max_new_tokens, all_logits) -> PrefillOut:
+  def _staged(self, prompt_tokens: int) -> tuple[int, ...]:
+    """Returns the segments that a prompt of this length stages."""
+    return tuple(s for s, tokens in self._thresholds.items() if prompt_tokens >= tokens)
+
+  def _run_chunk(
+    self, piece, bucket, row, offset, max_new_tokens, all_logits, staged
+  ) -> PrefillOut:
     scalars: Any = map(np.int32, (len(piece), row, offset, max_new_tokens))
     padded: Any = np.pad(piece, (0, bucket - len(piece)))
     chunk = Chunk(padded, *scalars)
     self.state, out = jit_prefill_chunk(
-      self.program, self.params, self.banks, self.state, chunk, all_logits
+      self.program, self.params, self.banks, self.state, chunk, all_logits, staged
     )
     return out
 
@@ -352,7 +366,7 @@ class Engine:
     """Returns what has been counted since the engine was built, int64 [MoE layers] each.
 
     Keys: {"decode", "prefill"}_{NAME}, NAME one of `state.COUNTERS` or "moved_bytes": the bytes
-    that crossed from the bank to the device, of misses and of prefetches.
+    that crossed from the bank to the device, of misses, prefetches and staged layers.
     """
     self._totals += np.asarray(self.state.counters)
     zeros = jnp.zeros_like(self.state.counters)  # int32 on the device must not run over
@@ -365,7 +379,7 @@ class Engine:
     }
     expert_bytes = self._expert_bytes()
     for phase in ("decode", "prefill"):
-      loads = figures[f"{phase}_misses"] + figures[f"{phase}_prefetches"]
+      loads = sum(figures[f"{phase}_{name}"] for name in ("misses", "prefetches", "staged"))
       figures[f"{phase}_moved_bytes"] = loads * expert_bytes
     return figures
 

@@ -58,9 +58,10 @@ def prefill_chunk(
   state: DecodeState,
   chunk: Chunk,
   all_logits: bool = False,
+  staged: tuple[int, ...] = (),
 ) -> tuple[DecodeState, PrefillOut]:
-  """Puts a chunk of a prompt in its row's cache; selective: experts load on demand, signals do not
-  change.
+  """Puts a chunk of a prompt in its row's cache. Layers of the segments in `staged` are copied
+  whole; in the others experts load on demand and signals do not change.
 
   Args:
     program: static settings.
@@ -69,12 +70,13 @@ def prefill_chunk(
     state: state before the chunk; donated by `jit_prefill_chunk`.
     chunk: the tokens and where they go.
     all_logits: static; give the logits of every token instead of the last one's.
+    staged: static; segments, see program.staging_thresholds.
 
   Returns:
     The state after the chunk, the row active if it shall generate more than the token drawn here,
     and what the chunk tells.
 
-  Source: SPEC section 8, selective residency.
+  Source: SPEC section 8.
   """
   model = program.model
   length = chunk.tokens.shape[0]
@@ -85,7 +87,14 @@ def prefill_chunk(
   x = program_lib.embed(program, params, chunk.tokens)[None]
   tokens = stack.Tokens(positions[None], valid[None], chunk.row)
   layers = stack.run_layers(
-    program, PREFILL, params, banks, dataclasses.replace(state, key=layer_key), x, tokens
+    program,
+    PREFILL,
+    params,
+    banks,
+    dataclasses.replace(state, key=layer_key),
+    x,
+    tokens,
+    staged=staged,
   )
   last = jnp.maximum(chunk.length - 1, 0)
   if all_logits:
@@ -112,6 +121,6 @@ def prefill_chunk(
   return new_state, PrefillOut(token, logits, layers.topk_ids, layers.hits)
 
 
-jit_prefill_chunk = functools.partial(jax.jit, static_argnums=(0, 5), donate_argnums=3)(
+jit_prefill_chunk = functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)(
   prefill_chunk
 )

@@ -22,6 +22,7 @@ from moecore_jax.specs import (
   PrefetchSpec,
   ResidencySpec,
   RhacSpec,
+  StagingSpec,
 )
 
 Params = dict[str, Any]
@@ -71,6 +72,7 @@ class Program:
     max_slots: for each expert group, the largest number of slots of a layer.
     prefetch: copies ahead of the routing.
     substitution_threshold: alpha of approximate substitution; 0 is exact.
+    staging: how prefill brings in the layers of long prompts.
   """
 
   model: ModelSpec
@@ -80,6 +82,7 @@ class Program:
   max_slots: tuple[int, ...]
   prefetch: PrefetchSpec
   substitution_threshold: float
+  staging: StagingSpec
 
   def __hash__(self) -> int:
     return self._hash  # taken at every dispatch, so not worked out anew
@@ -135,6 +138,7 @@ def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec)
     max_slots,
     residency.prefetch,
     residency.substitution_threshold,
+    residency.staging,
   )
 
 
@@ -142,6 +146,27 @@ def group_slots(model: ModelSpec, residency: ResidencySpec) -> tuple[tuple[int, 
   """Returns the slots of each layer, expert group by expert group."""
   by_layer = dict(zip(model.moe_layers, residency.slots, strict=True))
   return tuple(tuple(by_layer[layer] for layer in group.layers) for group in model.expert_groups)
+
+
+def staging_thresholds(program: Program, residency: ResidencySpec) -> dict[int, int]:
+  """Returns N*, the prompt tokens from which a segment's layers are staged: {segment: tokens}.
+
+  Layers that are scanned together are staged together, from the largest of their thresholds; a
+  layer that can hold all its experts is never staged.
+
+  Source: SPEC section 8.
+  """
+  if not program.staging.enabled:
+    return {}
+  model, thresholds = program.model, {}
+  for s, segment in enumerate(program.segments):
+    if segment.group < 0:
+      continue
+    group = model.expert_groups[segment.group]
+    slots = residency.slots[segment.moe_start : segment.moe_start + segment.length]
+    if max(slots) < group.num_experts:
+      thresholds[s] = max(-(-count // group.num_experts_per_tok) for count in slots)
+  return thresholds
 
 
 def bind(make_module: Callable[[], ModuleT], params: Params) -> ModuleT:

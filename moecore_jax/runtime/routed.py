@@ -70,8 +70,15 @@ class Prepared(NamedTuple):
   hits: jax.Array
 
 
-class _Residency(NamedTuple):
-  """Loop carry of loads and placements: what they change."""
+class Residency(NamedTuple):
+  """Loop carry of loads and placements: what they change in one layer.
+
+  Attributes:
+    pool: of the group.
+    tables: of the group.
+    signals: policy state of the layer.
+    evictions: int32 [].
+  """
 
   pool: ExpertArrays
   tables: slots_lib.SlotTables
@@ -112,13 +119,14 @@ def transient_row(program: Program, pool: ExpertArrays) -> int:
 
 def run_expert(program: Program, pool: ExpertArrays, row: jax.Array, x: jax.Array) -> jax.Array:
   """Applies the expert in pool row `row` to x [T, D]; only this one expert is unpacked."""
-  stored = _read_row(pool, row)
+  stored = read_row(pool, row)
   fmt = program.engine.expert_format
   weights = {name: formats.unpack(value, fmt, x.dtype) for name, value in stored.items()}
   return experts_lib.expert_mlp(x, weights["gate_up"], weights["down"])
 
 
-def _read_row(pool: ExpertArrays, row: jax.Array) -> ExpertArrays:
+def read_row(pool: ExpertArrays, row: jax.Array) -> ExpertArrays:
+  """Returns the stored arrays of the expert in a pool row."""
   return {
     name: lax.dynamic_index_in_dim(rows, row, 0, keepdims=False) for name, rows in pool.items()
   }
@@ -196,7 +204,7 @@ def prepare(
   )
   if is_decode:
     signals = policy.observe(signals, topk_ids, routing.selection_scores, valid)
-  residency = _Residency(group.pool, tables, signals, jnp.int32(0))
+  residency = Residency(group.pool, tables, signals, jnp.int32(0))
   prediction = inputs.prediction
   num_copies = prediction.experts.shape[0]
   arrived = jnp.full(num_copies, -1, jnp.int32)
@@ -225,7 +233,7 @@ def prepare(
     in_flight = jnp.sum(jnp.where(arrived == expert, place, 0), dtype=jnp.int32)
     return jnp.where(slot < 0, spare + in_flight, slot)
 
-  def load(i: jax.Array, carry: _Residency) -> _Residency:
+  def load(i: jax.Array, carry: Residency) -> Residency:
     expert = plan.order[i]
     if is_decode:
       priority = policy.priority(carry.signals, jax.random.fold_in(key, i))
@@ -235,7 +243,7 @@ def prepare(
     slot, evicted = slots_lib.choose_slot(carry.tables, index, priority, held, max_slots)
     stored = fetch(bank, index * num_experts + expert)
     pool = write_row(carry.pool, stored, jnp.where(slot < 0, spare, slot))
-    return _enter(policy, carry._replace(pool=pool), index, expert, slot, evicted)
+    return enter(policy, carry._replace(pool=pool), index, expert, slot, evicted)
 
   def run_early(i, carry):
     residency, outputs = carry
@@ -283,22 +291,22 @@ def prepare(
     plan.num_early,
     plan.num_experts,
     outputs,
-    jnp.stack([counts.get(name, jnp.int32(0)) for name in state_lib.COUNTERS]),
+    state_lib.stack_counts(counts),
     hits,
   )
 
 
-def _enter(
+def enter(
   policy: Policy,
-  residency: _Residency,
+  residency: Residency,
   index: jax.Array,
   expert: jax.Array,
   slot: jax.Array,
   evicted: jax.Array,
-) -> _Residency:
+) -> Residency:
   """Enters an expert in the tables and tells the policy; a negative slot changes nothing."""
   signals = policy.placed(residency.signals, expert)
-  return _Residency(
+  return Residency(
     residency.pool,
     slots_lib.place(residency.tables, index, expert, slot),
     jax.tree.map(lambda new, old: jnp.where(slot < 0, old, new), signals, residency.signals),
@@ -309,13 +317,13 @@ def _enter(
 def _place_arrivals(
   program: Program,
   policy: Policy,
-  residency: _Residency,
+  residency: Residency,
   index: jax.Array,
   max_slots: int,
   prediction: Prediction,
   member: jax.Array,
   key: jax.Array,
-) -> tuple[_Residency, jax.Array]:
+) -> tuple[Residency, jax.Array]:
   """Moves arrivals from their in-flight rows into slots.
 
   A right one (`member`) takes the place of the coldest resident that this step does not need; where
@@ -337,10 +345,10 @@ def _place_arrivals(
     is_warmer = (evicted < 0) | (priority[expert] > priority[jnp.maximum(evicted, 0)])
     slot = jnp.where(member[expert] | is_warmer, slot, -1)
     row = first_row + j
-    pool = write_row(residency.pool, _read_row(residency.pool, row), jnp.where(slot < 0, row, slot))
+    pool = write_row(residency.pool, read_row(residency.pool, row), jnp.where(slot < 0, row, slot))
     stays = member[expert] & (slot < 0)
     return (
-      _enter(
+      enter(
         policy, residency._replace(pool=pool), index, expert, slot, jnp.where(slot < 0, -1, evicted)
       ),
       arrived.at[j].set(jnp.where(stays, expert, -1)),
@@ -370,7 +378,7 @@ def claim_slots(
   signals = jax.tree.map(
     lambda s: lax.dynamic_index_in_dim(s, index, 0, keepdims=False), group.policy
   )
-  residency = _Residency(group.pool, group.tables, signals, jnp.int32(0))
+  residency = Residency(group.pool, group.tables, signals, jnp.int32(0))
   spare, rows = transient_row(program, group.pool), []
   held = jnp.zeros(num_experts, bool) if policy.evicts else jnp.ones(num_experts, bool)
   for j in range(prediction.experts.shape[0]):
@@ -380,7 +388,7 @@ def claim_slots(
       residency.tables, index, priority, held, program.max_slots[group_index]
     )
     slot = jnp.where(prediction.is_issued, slot, -1)
-    residency = _enter(policy, residency, index, expert, slot, evicted)
+    residency = enter(policy, residency, index, expert, slot, evicted)
     held |= matches(expert, num_experts)
     rows.append(jnp.where(slot < 0, spare, slot))
   signals = jax.tree.map(

@@ -23,8 +23,9 @@ from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.residency import slots as slots_lib
 from moecore_jax.runtime import routed as routed_lib
+from moecore_jax.runtime import staging
 from moecore_jax.runtime.program import Params, Program, bind_layer
-from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState
+from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState, stack_counts
 
 
 class Tokens(NamedTuple):
@@ -77,11 +78,13 @@ class _Flow(NamedTuple):
   Attributes:
     x: stream [B, T, D], after the attention of the layer that `inputs` belongs to.
     inputs: of the routed experts of that layer; at the end, those of the last.
+    buffer: all experts of that layer where it is staged, else None.
     groups, counters, hits: as in Out.
   """
 
   x: jax.Array
   inputs: routed_lib.Inputs
+  buffer: ExpertArrays | None
   groups: tuple[GroupState, ...]
   counters: jax.Array
   hits: jax.Array
@@ -97,6 +100,21 @@ class _Step(NamedTuple):
   tokens: Tokens
   key: jax.Array
   ops: Ops
+  staged: tuple[int, ...]
+  is_busy: jax.Array
+
+  def stage(
+    self, s: int | None, offset: jax.Array, groups: tuple[GroupState, ...], after: jax.Array
+  ) -> ExpertArrays | None:
+    """Starts the copy of a whole layer, if it is staged; `after` comes first."""
+    if s not in self.staged:
+      return None
+    segment = self.program.segments[s]
+    bank, group = self.banks[segment.group], groups[segment.group]
+    index = segment.group_start + offset
+    if self.program.staging.reuses_residents:
+      return staging.gather_layer(bank, group, index, after)
+    return staging.fetch_layer(bank, index, group.tables.expert_to_slot.shape[1], after)
 
   def layer(self, s: int, offset: jax.Array) -> Any:
     """Returns the module of one layer of a segment."""
@@ -140,6 +158,7 @@ def run_layers(
   x: jax.Array,
   tokens: Tokens,
   ops: Ops = ROUTED,
+  staged: tuple[int, ...] = (),
 ) -> Out:
   """Runs all layers on one step's tokens.
 
@@ -152,15 +171,19 @@ def run_layers(
     x: embeddings [B, T, D].
     tokens: where the tokens stand.
     ops: how routed experts run.
+    staged: segments whose layers are copied whole; in prefill only.
   """
-  step = _Step(program, phase, params, banks, tokens, state.key, ops)
+  is_other = jnp.arange(state.active.shape[0], dtype=jnp.int32) != tokens.row
+  is_busy = jnp.any(state.active & is_other)
+  step = _Step(program, phase, params, banks, tokens, state.key, ops, staged, is_busy)
   first, *others = _ways(program)
   caches: Caches = dict(enumerate(state.kv))
+  buffer = step.stage(first.segment, jnp.int32(0), state.groups, x)
   written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first))
   caches |= written
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
-  flow = _Flow(x, inputs, state.groups, state.counters[phase], hits)
+  flow = _Flow(x, inputs, buffer, state.groups, state.counters[phase], hits)
   chosen = []
   s = first.segment
   for following in others:
@@ -234,16 +257,20 @@ def _transition(
   segment = program.segments[s]
   layer, index = step.layer(s, offset), segment.group_start + offset
   moe_index = segment.moe_start + offset
-  group, prepared = step.ops.prepare(
-    program,
-    step.phase,
-    segment.group,
-    step.banks[segment.group],
-    flow.groups[segment.group],
-    index,
-    flow.inputs,
-    jax.random.fold_in(step.key, moe_index),
-  )
+  group = flow.groups[segment.group]
+  if flow.buffer is not None:
+    prepared = staging.prepare(group, index, flow.inputs, program.staging.reuses_residents)
+  else:
+    group, prepared = step.ops.prepare(
+      program,
+      step.phase,
+      segment.group,
+      step.banks[segment.group],
+      group,
+      index,
+      flow.inputs,
+      jax.random.fold_in(step.key, moe_index),
+    )
   groups = _replaced(flow.groups, segment.group, group)
   ahead = None
   count = 0 if way.segment is None else program.segments[way.segment].prefetch_count
@@ -256,8 +283,18 @@ def _transition(
       y = layer.mlp.add_shared(y, flow.inputs.h)
     return _approach(step, way, next_offset, flow.x + y.reshape(flow.x.shape), caches)
 
+  counts, buffer = prepared.counts, None
   if ahead is None:
-    caches, x, inputs = advance({segment.group: group.pool}, caches)
+    buffer = step.stage(way.segment, next_offset, groups, flow.x)
+    pool = group.pool if flow.buffer is None else flow.buffer
+    caches, x, inputs = advance({segment.group: pool}, caches)
+    if flow.buffer is not None and program.staging.fill != "none":
+      order = staging.warm_order(program, group, index, flow.inputs)
+      group, evictions = staging.fill_slots(
+        program, segment.group, group, index, flow.buffer, order, step.is_busy
+      )
+      groups = _replaced(groups, segment.group, group)
+      counts += stack_counts({"evictions": evictions})
   else:
     pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
     pools, (caches, x, inputs) = _advance_with_copies(step, ahead, advance, pools, caches)
@@ -267,8 +304,9 @@ def _transition(
   return _Flow(
     x,
     flow.inputs if inputs is None else inputs,
+    buffer,
     groups,
-    flow.counters.at[moe_index].add(prepared.counts),
+    flow.counters.at[moe_index].add(counts),
     flow.hits + prepared.hits,
   ), caches
 

@@ -26,14 +26,21 @@ COUNTERS = (
   "useful_prefetches",
   "predicted",
   "substitutions",
+  "staged",
 )
 """What is counted a layer. invocations: experts chosen by tokens. hits: invocations whose expert
 was resident, or had arrived ahead, when the layer had routed. misses: experts loaded after that.
 evictions: experts that another displaced. prefetches: experts copied ahead; useful_prefetches:
 those of them that the layer then chose. predicted: invocations that the layer's
-prediction held, resident or not. substitutions: invocations computed by another expert."""
+prediction held, resident or not. substitutions: invocations computed by another expert. staged:
+experts copied by the staging of whole layers."""
 
 NO_EXPERT = 65535
+
+
+def stack_counts(counts: dict[str, jax.Array]) -> jax.Array:
+  """Returns int32 [len(COUNTERS)]; what is not given is 0."""
+  return jnp.stack([counts.get(name, jnp.int32(0)) for name in COUNTERS])
 
 
 @jax.tree_util.register_dataclass

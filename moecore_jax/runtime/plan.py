@@ -184,27 +184,32 @@ class ActivationCosts(NamedTuple):
 def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
   """Returns what one layer's activations and the head's cost, all taken as live together.
 
-  4 bytes a number; a token takes 8 D + the widest layer, which is attention 4 H (R + block),
-  experts 2 A D, the dense block's or an expert's hidden 4 F, routing 8 N; a batch row takes the KV
-  block that is read, block R; the head takes 4 V. R is the padded latent row.
+  A token takes 8 D + H (R + block) + 8 N numbers in float32 (stream, running mean and scores of
+  attention, routing) and, in the engine's dtype, H (R + block) + 2 A D + 4 F (queries, shares,
+  expert outputs, the hidden of an expert, of the shared one or of a dense block). A batch row takes
+  the KV block that is read, block R in float32; the head takes 4 V in float32. R is the padded
+  latent row.
   """
-  widest = max(_layer_numbers(layer, model.embed_dim, engine) for layer in model.layers)
   row_dims = [padded_row_dim(layer.attention.latent_dim) for layer in model.layers]
   return ActivationCosts(
-    _FLOAT_BYTES * (8 * model.embed_dim + widest),
+    max(_layer_token_bytes(layer, model.embed_dim, engine) for layer in model.layers),
     _FLOAT_BYTES * engine.kv_block_tokens * max(row_dims),
     _FLOAT_BYTES * 4 * model.vocab_size,
   )
 
 
-def _layer_numbers(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> int:
+def _layer_token_bytes(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> int:
   row = padded_row_dim(layer.attention.latent_dim)
-  attention = 4 * layer.attention.num_heads * (row + engine.kv_block_tokens)
+  attention = layer.attention.num_heads * (row + engine.kv_block_tokens)
+  in_float32, in_dtype = 8 * embed_dim + attention, attention
   if isinstance(layer.mlp, DenseSpec):
-    return attention + 4 * layer.mlp.hidden_dim
-  router = layer.mlp.router
-  experts = 2 * router.num_experts_per_tok * embed_dim + 4 * layer.mlp.expert_dim
-  return attention + experts + 4 * layer.mlp.shared_dim + 8 * router.num_experts
+    in_dtype += 4 * layer.mlp.hidden_dim
+  else:
+    router = layer.mlp.router
+    in_float32 += 8 * router.num_experts
+    in_dtype += 2 * router.num_experts_per_tok * embed_dim
+    in_dtype += 4 * (layer.mlp.expert_dim + layer.mlp.shared_dim)
+  return _FLOAT_BYTES * in_float32 + jnp.dtype(engine.dtype).itemsize * in_dtype
 
 
 def expert_bytes(group: ExpertGroup, fmt: ExpertFormat) -> int:

@@ -9,7 +9,7 @@ Regions of the device:
     kv_cache         batch rows of the whole context
     expert_slots     the slots of all layers, and a transient row for each expert group
     in_flight_rows   where prefetched experts arrive
-    prefill_staging  two buffers of the largest MoE layer's experts
+    prefill_staging  two buffers of the largest MoE layer's experts, of those not all in slots
     tables           slot tables, policy signals, counters, positions
     temporaries      experts and the dense matrix that a program may copy
     activations      the largest program's
@@ -106,19 +106,20 @@ class Settings:
 def regions(demand: Demand, settings: Settings) -> dict[str, int]:
   """Returns the bytes of each region of the device."""
   rows, tokens = settings.batch_size, settings.chunk_tokens
-  slot_bytes = table_bytes = 0
+  slot_bytes = table_bytes = staged_bytes = 0
   for pool in demand.pools:
     slots = [settings.slots[layer] for layer in pool.layers]
     slot_bytes += (sum(slots) + 1) * pool.expert_bytes
     table_bytes += _INT32_BYTES * (sum(slots) + max(slots))
-  layer_bytes = max((p.num_experts * p.expert_bytes for p in demand.pools), default=0)
+    if settings.use_staging and min(slots) < pool.num_experts:
+      staged_bytes = max(staged_bytes, pool.num_experts * pool.expert_bytes)
   token, head = demand.activation_token_bytes, demand.head_token_bytes
   return {
     "dense_weights": demand.dense_bytes,
     "kv_cache": rows * settings.context_tokens * demand.kv_token_bytes,
     "expert_slots": slot_bytes,
     "in_flight_rows": settings.in_flight_rows * sum(p.expert_bytes for p in demand.pools),
-    "prefill_staging": 2 * layer_bytes if settings.use_staging else 0,
+    "prefill_staging": 2 * staged_bytes,
     "tables": demand.table_bytes + rows * demand.table_row_bytes + table_bytes,
     "temporaries": demand.temporary_bytes,
     "activations": max(rows * (token + head), tokens * token + head)
@@ -158,13 +159,21 @@ def largest_batch(demand: Demand, settings: Settings, budget_bytes: int) -> int:
 def _largest(
   most: int, demand: Demand, budget_bytes: int, settings_of: Callable[[int], Settings]
 ) -> int:
-  """Returns the largest n in 1..most that fits, 0 if none; what fits, fits with less."""
-  low, high = 0, most
+  """Returns the largest n in 1..most that fits, 0 if none.
+
+  What fits, fits with less; but all experts in slots need no staging, so `most` is tried first.
+  """
+
+  def fits(n: int) -> bool:
+    return needed_bytes(demand, settings_of(n)) <= budget_bytes
+
+  if most and fits(most):
+    return most
+  low, high = 0, most - 1
   while low < high:
     middle = (low + high + 1) // 2
-    fits = needed_bytes(demand, settings_of(middle)) <= budget_bytes
-    low, high = (middle, high) if fits else (low, middle - 1)
-  return low
+    low, high = (middle, high) if fits(middle) else (low, middle - 1)
+  return max(low, 0)
 
 
 def with_slots(demand: Demand, settings: Settings, slots: int) -> Settings:
@@ -195,7 +204,7 @@ def frees(demand: Demand, settings: Settings) -> dict[str, int]:
       "chunk_tokens": max(1, settings.chunk_tokens // 2)
     },
     "residency.prefetch.max_experts: 0": {"in_flight_rows": 0},
-    "staged prefill: off": {"use_staging": False},
+    "residency.staging.enabled: False": {"use_staging": False},
   }
   needed = needed_bytes(demand, settings)
   freed = {

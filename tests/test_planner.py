@@ -88,6 +88,15 @@ def test_every_region_by_hand():
   assert TWO_POOLS.bank_bytes == 2 * 8 * 1000 + 16 * 5000
 
 
+def test_layers_with_all_experts_in_slots_need_no_staging():
+  one = planner.Demand((planner.ExpertPool((0,), 8, 1000),), 0, 0)
+  needed = [planner.needed_bytes(one, planner.Settings((k,), 1, use_staging=True)) for k in (7, 8)]
+  assert needed == [8000 + 16_000 + 4 * 14, 9000 + 4 * 16]
+  asked = planner.Settings((1,), 1, use_staging=True)
+  assert planner.most_uniform_slots(one, asked, needed[1]) == 8
+  assert planner.most_uniform_slots(one, asked, needed[1] - 1) == 0
+
+
 def test_what_each_setting_frees_by_hand():
   assert planner.frees(TWO_POOLS, SETTINGS) == {
     "residency.slots_per_layer: one slot less in every layer": 2000 + 5000 + 4 * (2 + 1 + 1 + 1),
@@ -95,7 +104,7 @@ def test_what_each_setting_frees_by_hand():
     "engine.batch_size: one less": 256 * 30 + 13 + 7,
     "engine.prefill_buckets: the largest halved": 32 * 40,
     "residency.prefetch.max_experts: 0": 12_000,
-    "staged prefill: off": 160_000,
+    "residency.staging.enabled: False": 160_000,
   }
   least = planner.Settings((1, 1, 1), 128)
   assert planner.frees(TWO_POOLS, least) == {}

@@ -16,7 +16,7 @@ from moecore_jax.checkpoint.template import dense_template, total_bytes
 from moecore_jax.config import RunConfig
 from moecore_jax.models.attention.blockwise import padded_row_dim
 from moecore_jax.models.experts import bank_layout
-from moecore_jax.runtime.program import group_slots, make_program
+from moecore_jax.runtime.program import group_slots, make_program, staging_thresholds
 from moecore_jax.runtime.state import DecodeState, init_state
 from moecore_jax.specs import (
   DenseSpec,
@@ -128,6 +128,7 @@ def make_plan(
     batch_size=engine.batch_size,
     chunk_tokens=engine.prefill_buckets[-1],
     in_flight_rows=max(in_flight, default=0),
+    use_staging=bool(staging_thresholds(make_program(model, residency, engine), residency)),
   )
   bank_bytes = sum(
     group.num_rows * expert_bytes(group, fmt)

@@ -31,7 +31,7 @@ def test_shapes_alone_suffice_and_are_refused_in_numbers(tmp_path, capsys):
     "the device needs 3",
     "expert_slots 32",
     "there are 79.80 GB",
-    "slots_per_layer to 7",
+    "slots_per_layer to 8",
   ):
     assert word in err
 

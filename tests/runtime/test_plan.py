@@ -10,7 +10,16 @@ from moecore_jax import checkpoint, families, planner
 from moecore_jax.config_loading import load_config
 from moecore_jax.runtime import plan as plan_lib
 from moecore_jax.runtime.engine import DEMO, Engine
-from moecore_jax.specs import DeviceSpec, EngineSpec, LayerSpec, MoESpec, ResidencySpec, RouterSpec
+from moecore_jax.specs import (
+  DeviceSpec,
+  EngineSpec,
+  LayerSpec,
+  MoESpec,
+  PrefetchSpec,
+  ResidencySpec,
+  RouterSpec,
+  StagingSpec,
+)
 from moecore_jax.testing import tiny
 
 ENGINE = EngineSpec(
@@ -36,18 +45,33 @@ def same_bytes(plan, report):
   assert plan.demand.bank_bytes == report["host"]["expert_bank"]
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("rhac", (1, 8, 2, 12)), ("random", (3, 3, 3, 3))])
-def test_a_plan_equals_the_engines_arrays(policy, slots):
+@pytest.mark.parametrize(
+  ("policy", "slots", "in_flight"), [("rhac", (1, 8, 2, 12), 2), ("random", (3, 3, 3, 3), 0)]
+)
+def test_a_plan_equals_the_engines_arrays(policy, slots, in_flight):
   spec = two_group_spec()
-  residency = ResidencySpec(policy, slots)
+  residency = ResidencySpec(policy, slots, prefetch=PrefetchSpec(in_flight))
   model = tiny.random_model(spec, ENGINE)
   engine = tiny.make_engine(model, residency, ENGINE)
-  # Planned for other slots, batch and context, whose answers hold for these.
+  same_bytes(plan_lib.make_plan(spec, residency, ENGINE, DeviceSpec()), engine.memory_report())
+  # Planned for other slots, batch and context, whose answers must hold for these.
   other = dataclasses.replace(ENGINE, batch_size=1, context_tokens=256)
   plan = plan_lib.make_plan(spec, ResidencySpec(policy, (5, 4, 3, 2)), other, DeviceSpec())
-  settings = dataclasses.replace(plan.settings, slots=slots, batch_size=3, context_tokens=64)
+  settings = dataclasses.replace(
+    plan.settings, slots=slots, batch_size=3, context_tokens=64, in_flight_rows=in_flight
+  )
   same_bytes(dataclasses.replace(plan, settings=settings), engine.memory_report())
-  same_bytes(plan_lib.make_plan(spec, residency, ENGINE, DeviceSpec()), engine.memory_report())
+
+
+def test_staging_is_planned_where_layers_are_staged():
+  spec, staging = two_group_spec(), StagingSpec(enabled=True)
+  some, all_ = (
+    plan_lib.make_plan(spec, ResidencySpec("lru", slots, staging=staging), ENGINE, DeviceSpec())
+    for slots in ((3, 3, 3, 3), (8, 8, 8, 12))
+  )
+  largest = 12 * 3 * 32 * 24 * 4
+  assert planner.regions(some.demand, some.settings)["prefill_staging"] == 2 * largest
+  assert planner.regions(all_.demand, all_.settings)["prefill_staging"] == 0
 
 
 def test_the_demo_models_plan_equals_its_engine():

@@ -38,9 +38,10 @@ def still_model(model, flips=()):
       return jnp.full_like(leaf, sign)
     return leaf
 
-  banks = tuple(dict(bank, down=jnp.zeros_like(bank["down"])) for bank in model.banks)
-  host = model.banks[0]["down"].sharding
-  banks = tuple(dict(bank, down=jax.device_put(bank["down"], host)) for bank in banks)
+  def silent(rows):
+    return jax.device_put(np.zeros(rows.shape, rows.dtype), rows.sharding)
+
+  banks = tuple(dict(bank, down=silent(bank["down"])) for bank in model.banks)
   return model._replace(params=jax.tree.map_with_path(change, model.params), banks=banks)
 
 
@@ -100,7 +101,7 @@ def test_a_layer_with_wrong_predictions_stops_and_resumes_without_a_new_program(
   wrong, right = still_model(model, flips=(1,)), still_model(model)
   engine = start(wrong, PrefetchSpec(1, min_useful_frac=0.5, useful_decay=0.7))
   first = advanced(engine, STEPS)
-  assert first["prefetches"][1] > 0 and first["useful_prefetches"][1] == 0
+  assert first["prefetches"][1] > 2 * first["useful_prefetches"][1]
   compilations = jit_decode_step._cache_size()
   assert advanced(engine, STEPS)["prefetches"][1] == 0  # and is scored in the shadow meanwhile
   engine.params = tiny.make_engine(right, engine.residency, ENGINE).params

@@ -50,25 +50,39 @@ def wanted(lengths, layers=3, dense=1, engine=ENGINE):
 
 
 # N* is 4: below, at and above it; 17 and 35 take two and three chunks.
-@pytest.mark.parametrize("lengths", [(3, 4), (5, 17), (35, 2)])
-@pytest.mark.parametrize("fill", ["none", "both"])
+@pytest.mark.parametrize(("lengths", "fill"), [((3, 4), "both"), ((5, 17), "none")])
 def test_prompts_around_the_threshold_give_the_same_bits(lengths, fill):
+  check_prompts(lengths, fill)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(3, 4), (5, 17), (35, 2)])
+@pytest.mark.parametrize("fill", ["none", "profile", "prompt", "both"])
+def test_more_prompts(lengths, fill):
+  check_prompts(lengths, fill)
+
+
+def check_prompts(lengths, fill):
   got, counters = run(StagingSpec(True, fill), 12, lengths)
   assert_same(got, wanted(lengths))
   chunks = sum(-(-n // 16) for n in lengths if n >= 4)
   np.testing.assert_array_equal(counters["prefill_staged"], N * chunks)
 
 
+def test_layers_are_staged_one_by_one():
+  check_stack(2, 1, (12, 16), "unrolled")  # the second holds all its experts: never staged
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("layers", "dense", "slots", "loop"),
-  [
-    (1, 1, 4, "scanned"),
-    (1, 0, 4, "unrolled"),
-    (2, 1, (4, 16), "unrolled"),  # the second holds all its experts: never staged
-    (3, 0, (3, 12, 4), "unrolled"),  # N* is 1, 4 and 2
-  ],
+  [(1, 1, 4, "scanned"), (1, 0, 4, "unrolled"), (3, 0, (3, 12, 4), "unrolled")],
 )
 def test_other_stacks(layers, dense, slots, loop):
+  check_stack(layers, dense, slots, loop)
+
+
+def check_stack(layers, dense, slots, loop):
   engine = EngineSpec(**{**vars(ENGINE), "layer_loop": loop})
   got, counters = run(StagingSpec(True), slots, (3, 9), layers=layers, dense=dense, engine=engine)
   assert_same(got, wanted((3, 9), layers, dense, engine))

@@ -20,6 +20,7 @@ _VERBS = {
   "eval": "evaluate a model on tasks, under one or several systems; resumable",
   "generate": "stream the completion of one prompt",
   "plan": "tell what a config needs of a device's memory, and what would fit",
+  "allocate": "give each layer its number of slots, by the hit rates of a trace",
   "convert": "turn a published checkpoint into one that loads straight into host memory",
   "train": "train the demo model from scratch",
 }

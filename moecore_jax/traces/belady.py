@@ -33,7 +33,7 @@ def belady() -> base.Policy:
     scores: Float32[Array, "1 A"],
     valid: Bool[Array, "1"],
   ) -> Float32[Array, "N"]:
-    chosen = base.matches(topk_ids[0], state.shape[0]) & valid  # [A, N]
+    chosen = base.matches(topk_ids[0], state.shape[0]) & valid[0]  # [A, N]
     coming = jnp.sum(jnp.where(chosen, -scores[0, :, None], 0.0), axis=0)
     return jnp.where(jnp.any(chosen, axis=0), coming, state)
 

@@ -91,10 +91,10 @@ def replay(
     ValueError: a number of slots is outside 1..N, or smaller than the fan-out where tokens are
       protected; or the policy needs scores that the trace lacks.
   """
-  by_layer = np.broadcast_to(np.asarray(slots, np.int32), (trace.num_layers,))
+  by_layer = [slots] * trace.num_layers if isinstance(slots, int) else slots
   return _replays(
     trace,
-    by_layer[None],
+    np.asarray(by_layer, np.int32)[None],
     policy,
     counting=counting,
     rhac=rhac,

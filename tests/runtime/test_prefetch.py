@@ -26,12 +26,12 @@ def model():
 
 
 def still_model(model, flips=()):
-  """A model whose layers leave the stream as it is, so that a router's input is the next one's too;
-  the norms of the MoE layers in `flips` turn the sign of theirs."""
+  """A model whose layers leave the stream as it is: a router's input is the next one's too; the
+  norms of the MoE layers in `flips` turn its sign, so that they choose what they liked least."""
 
   def change(path, leaf):
     names = [getattr(entry, "key", None) for entry in path]
-    if "o_proj" in names or "down_proj" in names:
+    if "o_proj" in names or "down_proj" in names or "bias" in names:
       return jnp.zeros_like(leaf)
     if "mlp_norm" in names:
       sign = -1.0 if names[1] - 1 in flips else 1.0
@@ -100,8 +100,9 @@ def test_a_perfect_prediction_is_always_useful(model, predictor_input):
 def test_a_layer_with_wrong_predictions_stops_and_resumes_without_a_new_program(model):
   wrong, right = still_model(model, flips=(1,)), still_model(model)
   engine = start(wrong, PrefetchSpec(1, min_useful_frac=0.5, useful_decay=0.7))
+  engine.release(1)  # what one row is wrongly thought to need the other might
   first = advanced(engine, STEPS)
-  assert first["prefetches"][1] > 2 * first["useful_prefetches"][1]
+  assert first["prefetches"][1] > 0 and first["useful_prefetches"][1] == 0
   compilations = jit_decode_step._cache_size()
   assert advanced(engine, STEPS)["prefetches"][1] == 0  # and is scored in the shadow meanwhile
   engine.params = tiny.make_engine(right, engine.residency, ENGINE).params

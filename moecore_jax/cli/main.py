@@ -22,6 +22,7 @@ _VERBS = {
   "plan": "tell what a config needs of a device's memory, and what would fit",
   "allocate": "give each layer its number of slots, by the hit rates of a trace",
   "convert": "turn a published checkpoint into one that loads straight into host memory",
+  "simulate": "replay a routing trace: hit rates of a policy beside LRU and the offline bound",
   "train": "train the demo model from scratch",
 }
 _OUR_PACKAGES = ("moecore_jax", "checkpoints_convert", "config_config")

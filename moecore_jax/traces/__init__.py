@@ -3,16 +3,18 @@
 from moecore_jax.traces.engine_replay import replay_counters
 from moecore_jax.traces.importers import load_any
 from moecore_jax.traces.regret import Comparison, compare
-from moecore_jax.traces.replay import Replay, hit_rates, replay
+from moecore_jax.traces.replay import Counting, Replay, ReplayPolicy, hit_rates, replay
 from moecore_jax.traces.trace import EventKind, Events, Phase, Trace
 from moecore_jax.traces.trace_file import load, save
 
 __all__ = [
   "Comparison",
+  "Counting",
   "EventKind",
   "Events",
   "Phase",
   "Replay",
+  "ReplayPolicy",
   "Trace",
   "compare",
   "hit_rates",

@@ -151,7 +151,6 @@ class _Setting(NamedTuple):
   policy: ReplayPolicy
   rhac: RhacSpec
   counting: Counting
-  per_token: bool
   has_resets: bool
 
   def make_policy(self) -> policies.Policy:
@@ -191,7 +190,7 @@ def _replays(
   """Replays with S allocations at once: slots int32 [S, L]."""
   if counting not in ("protected", "sequential"):
     raise ValueError(f"counting is {counting!r}, expected protected or sequential")
-  setting = _Setting(policy, rhac or RhacSpec(), counting, per_token, reset_between_sequences)
+  setting = _Setting(policy, rhac or RhacSpec(), counting, reset_between_sequences)
   setting.make_policy()  # refuses an unknown one
   _check_slots(trace, slots, counting)
   _check_warm_rank(trace, warm_rank)
@@ -226,7 +225,7 @@ def _run_group(
   warm_rank: np.ndarray | None,
   seed: int,
 ) -> Iterator[tuple[int, int, Served, np.ndarray]]:
-  """Yields (first token, end, counts int32 [S, L], hits [t, S, L] or empty), piece by piece."""
+  """Yields (first token, end, counts int32 [S, L], hits uint16 [t, S, L]), piece by piece."""
   num_experts, top_k = int(trace.num_experts[layers[0]]), int(trace.top_k[layers[0]])
   experts = trace.experts[:, layers, :top_k]
   observed = first = None
@@ -324,8 +323,7 @@ def _run_piece(
       jax.random.fold_in(root, token.index),
       token.valid,
     )
-    hits = served.hits.astype(jnp.uint16) if setting.per_token else jnp.zeros(0, jnp.uint16)
-    return (caches, jax.tree.map(lax.add, total, served)), hits
+    return (caches, jax.tree.map(lax.add, total, served)), served.hits.astype(jnp.uint16)
 
   zeros = Served(*[jnp.zeros(slots.shape, jnp.int32)] * len(Served._fields))
   (caches, total), hits = lax.scan(run_token, (caches, zeros), tokens)

@@ -10,6 +10,7 @@ Selections are compared with all experts instead of gathered, which vectorises o
 under vmap, over layers.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ MAX_EXPERTS = 1024
 """Experts of a layer: (coldness, slot, expert) is packed in 30 bits."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-_NOBODY = 2**31 - 1
+_SMALLEST_NORMAL = 1 << 23  # bits of float32's smallest normal number
 
 
 class Cache(NamedTuple):
@@ -86,34 +87,34 @@ def serve(
   """
   num_experts = cache.slot_of.shape[0]
   expert = jnp.arange(num_experts, dtype=jnp.int32)
-  is_rank = (topk_ids[:, None] == expert[None]) & valid  # [A, N]
-  member = jnp.any(is_rank, axis=0)
   signals = policy.observe(cache.signals, topk_ids[None], scores[None], valid[None])
   slot_of, num_used = cache.slot_of, cache.num_used
-  may_leave = (slot_of >= 0) & ~member
-  hits = jnp.sum(member & (slot_of >= 0), dtype=jnp.int32)
-  misses = evictions = jnp.int32(0)
+  is_choice = valid & (topk_ids >= 0) & (topk_ids < num_experts)  # [A]
+  is_miss = is_choice & (slot_of[jnp.clip(topk_ids, 0, num_experts - 1)] < 0)
+  is_rank = [is_choice[rank] & (expert == topk_ids[rank]) for rank in range(len(topk_ids))]
+  may_leave = (slot_of >= 0) & ~functools.reduce(jnp.logical_or, is_rank)
+  misses = jnp.sum(is_miss, dtype=jnp.int32)
+  hits = jnp.sum(is_choice, dtype=jnp.int32) - misses
+  turn, evictions = hits, jnp.int32(0)
 
   def leaving_order(turn: Int32[Array, ""]) -> Float32[Array, "N"]:
     value = policy.priority(signals, jax.random.fold_in(key, turn))
     return jnp.where(may_leave, jnp.where(value > _LOWEST, value, _LOWEST), jnp.inf)
 
-  priority = leaving_order(jnp.int32(0))
+  priority = leaving_order(turn)
   entered = signals
-  for rank in range(topk_ids.shape[0]):
-    is_miss = jnp.any(is_rank[rank] & (slot_of < 0))
+  for rank in range(len(topk_ids)):
     is_full = num_used >= num_slots
     if is_random:
-      fresh = leaving_order(hits + misses)
-      priority = jnp.where(priority < jnp.inf, fresh, jnp.inf)
+      priority = jnp.where(priority < jnp.inf, leaving_order(turn), jnp.inf)
     # The lowest priority, then the coldest, then the lowest slot. Entered experts are no longer
     # where they were looked up, but they are members and do not leave.
     lowest = jnp.min(priority)
     code = ((num_experts - 1 - warm_rank) * num_experts + slot_of) * num_experts + expert
-    code = jnp.min(jnp.where((priority == lowest) & (lowest < jnp.inf), code, _NOBODY))
-    leaves = (expert == code % num_experts) & (is_miss & is_full & policy.evicts)
+    code = _as_int(jnp.min(jnp.where(priority == lowest, _as_float(code), jnp.inf)))
+    is_placed = is_miss[rank] & (~is_full | policy.evicts)
+    leaves = (expert == code % num_experts) & (is_placed & is_full)
     slot = jnp.where(is_full, code // num_experts % num_experts, num_used)
-    is_placed = is_miss & (~is_full | policy.evicts)
     slot_of = jnp.where(is_rank[rank] & is_placed, slot, jnp.where(leaves, -1, slot_of))
     priority = jnp.where(leaves, jnp.inf, priority)
     entered = jax.tree.map(
@@ -121,10 +122,20 @@ def serve(
       policy.placed(entered, topk_ids[rank]),
       entered,
     )
-    num_used += (is_miss & ~is_full).astype(jnp.int32)
-    misses += is_miss.astype(jnp.int32)
-    evictions += (is_miss & is_full & policy.evicts).astype(jnp.int32)
+    num_used += (is_miss[rank] & ~is_full).astype(jnp.int32)
+    evictions += (is_placed & is_full).astype(jnp.int32)
+    turn += is_miss[rank].astype(jnp.int32)
   return Cache(slot_of, num_used, entered), Served(hits, misses, evictions)
+
+
+def _as_float(code: Int32[Array, "N"]) -> Float32[Array, "N"]:
+  """Returns normal positive floats in the order of numbers in 0..2**30: their minimum vectorises on
+  CPUs, that of integers does not."""
+  return lax.bitcast_convert_type(code + _SMALLEST_NORMAL, jnp.float32)
+
+
+def _as_int(code: Float32[Array, ""]) -> Int32[Array, ""]:
+  return lax.bitcast_convert_type(code, jnp.int32) - _SMALLEST_NORMAL
 
 
 def serve_one_by_one(

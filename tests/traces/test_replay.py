@@ -138,13 +138,13 @@ def test_layers_of_different_shapes():
     top_k=np.array([2, 3], np.int32),
     expert_bytes=np.zeros(2, np.int64),
   )
-  result = replay(both, "rhac", (3, 5))
+  result = replay(both, "lru", (3, 5))
   assert result.requests.tolist() == [78, 117]
   keep = np.arange(40) != 7
   for layer, (trace, slots) in enumerate(((small, 3), (large, 5))):
     changed = trace.experts.copy()
     changed[7] = 65535
-    alone = replay(dataclasses.replace(trace, experts=changed), "rhac", slots)
+    alone = replay(dataclasses.replace(trace, experts=changed), "lru", slots)
     assert (result.hits[layer], result.misses[layer]) == (alone.hits[0], alone.misses[0])
     assert alone.hits + alone.misses == alone.requests
   empty = replay(both.select(~keep), "lru", (3, 5))

@@ -103,9 +103,10 @@ class Program:
     has no prediction.
     """
     moe_layers, prefetch = self.model.moe_layers, self.prefetch
-    if layer not in moe_layers[1:]:
+    mlp = self.model.layers[layer].mlp
+    if layer == moe_layers[0] or not isinstance(mlp, MoESpec):
       return 0
-    count = min(prefetch.max_experts, self.model.layers[layer].mlp.router.num_experts_per_tok)
+    count = min(prefetch.max_experts, mlp.router.num_experts_per_tok)
     if prefetch.link_experts:
       count = min(count, prefetch.link_experts[moe_layers.index(layer)])
     return count

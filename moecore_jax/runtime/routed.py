@@ -399,18 +399,22 @@ def claim_slots(
   return dataclasses.replace(group, tables=residency.tables, policy=signals), rows
 
 
-def execute(program: Program, pool: ExpertArrays, inputs: Inputs, prepared: Prepared) -> jax.Array:
+def execute(
+  program: Program, pool: ExpertArrays, inputs: Inputs, prepared: Prepared
+) -> tuple[jax.Array, jax.Array]:
   """Runs the experts that have not run yet and combines all outputs.
 
   Returns:
-    [T, D], zero for tokens that are not valid.
+    [T, D], zero for tokens that are not valid; and int32 [], always 0, but known only when the
+    experts have run: what must come after them adds it to something that it needs.
   """
   apply = RunExpert(program, inputs, prepared.topk_ids)
+
+  def run(i, carry):
+    outputs, left = carry
+    return apply(prepared.order[i], pool, prepared.rows[i], outputs), left - 1
+
   with jax.named_scope("experts"):
-    outputs = lax.fori_loop(
-      prepared.start,
-      prepared.end,
-      lambda i, out: apply(prepared.order[i], pool, prepared.rows[i], out),
-      prepared.outputs,
-    )
-  return experts_lib.combine(outputs, inputs.routing.topk_weights)
+    left = prepared.end - prepared.start
+    outputs, left = lax.fori_loop(prepared.start, prepared.end, run, (prepared.outputs, left))
+  return experts_lib.combine(outputs, inputs.routing.topk_weights), left

@@ -46,7 +46,7 @@ class Ops(NamedTuple):
   """How routed experts are brought in and run; benchmarks compare others than `routed`'s."""
 
   prepare: Callable[..., tuple[GroupState, routed_lib.Prepared]] = routed_lib.prepare
-  execute: Callable[..., jax.Array] = routed_lib.execute
+  execute: Callable[..., tuple[jax.Array, jax.Array]] = routed_lib.execute
 
 
 ROUTED = Ops()
@@ -185,13 +185,14 @@ def run_layers(
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
   flow = _Flow(x, inputs, buffer, state.groups, state.counters[phase], hits)
   chosen = []
-  s = first.segment
+  s: int | None = first.segment
   for following in others:
+    assert s is not None
     segment = program.segments[s]
     if segment.length > 1:
       within = _Way((), s)
 
-      def body(carry, offset, s=s, within=within):
+      def body(carry, offset, s: int = s, within=within):
         flow, caches = carry
         out = _transition(step, s, offset, within, offset + 1, flow, caches)
         return out, _chosen(program, flow.inputs)
@@ -277,17 +278,18 @@ def _transition(
   if way.segment is not None and count and step.phase == DECODE:
     groups, ahead = _look_ahead(step, way.segment, next_offset, flow, groups)
 
-  def advance(pools: Pools, caches: Caches) -> tuple[Caches, jax.Array, Any]:
-    y = step.ops.execute(program, pools[segment.group], flow.inputs, prepared)
+  def advance(pools: Pools, caches: Caches) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
+    y, after = step.ops.execute(program, pools[segment.group], flow.inputs, prepared)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, flow.inputs.h)
-    return _approach(step, way, next_offset, flow.x + y.reshape(flow.x.shape), caches)
+    x = flow.x + y.reshape(flow.x.shape)
+    return after, _approach(step, way, next_offset, x, caches)
 
   counts, buffer = prepared.counts, None
   if ahead is None:
     buffer = step.stage(way.segment, next_offset, groups, flow.x)
     pool = group.pool if flow.buffer is None else flow.buffer
-    caches, x, inputs = advance({segment.group: pool}, caches)
+    _, (caches, x, inputs) = advance({segment.group: pool}, caches)
     if flow.buffer is not None and program.staging.fill != "none":
       order = staging.warm_order(program, group, index, flow.inputs)
       group, evictions = staging.fill_slots(
@@ -368,20 +370,23 @@ def _advance_with_copies(
 ) -> tuple[Pools, Any]:
   """Runs `advance` with the copies on the way if they are issued, else without."""
 
-  def with_copies(_, carry):
+  def with_copies(turn, carry):
     pools, (caches, *_rest) = carry
-    copies = [routed_lib.fetch(step.banks[ahead.group], row) for row in ahead.bank_rows]
-    result = advance(pools, caches)
+    # + turn, for XLA moves what does not depend on it, the reads of the bank, out of the loop.
+    with jax.named_scope("prefetch"):
+      copies = [routed_lib.fetch(step.banks[ahead.group], row + turn) for row in ahead.bank_rows]
+    after, result = advance(pools, caches)
     pool = pools[ahead.group]
     for stored, row in zip(copies, ahead.pool_rows, strict=True):
-      pool = routed_lib.write_row(pool, stored, row)
+      # + after: if the experts might still read the pool, XLA would write into a copy of it.
+      pool = routed_lib.write_row(pool, stored, row + after)
     return pools | {ahead.group: pool}, result
 
   def without_copies(_, carry):
     pools, (caches, *_rest) = carry
-    return pools, advance(pools, caches)
+    return pools, advance(pools, caches)[1]
 
-  _, *rest = jax.eval_shape(advance, pools, caches)
+  _, (_, *rest) = jax.eval_shape(advance, pools, caches)
   blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest)
   count = ahead.prediction.is_issued.astype(jnp.int32)
   carry = lax.fori_loop(0, count, with_copies, (pools, (caches, *blank)))

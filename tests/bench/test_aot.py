@@ -7,10 +7,18 @@ import pathlib
 import pytest
 
 from bench import aot, described
-from moecore_jax.config import DeviceConfig, EngineConfig, ModelConfig, ResidencyConfig, RunConfig
+from moecore_jax.config import (
+  DeviceConfig,
+  EngineConfig,
+  ModelConfig,
+  PrefetchConfig,
+  ResidencyConfig,
+  RunConfig,
+)
 from tests.bench.conftest import require_compiler
 
 _LAYERS, _DENSE, _EXPERTS, _DIM, _EXPERT_DIM = 3, 1, 16, 4096, 2048
+_SCANNED_LAYERS = 4  # two passages from MoE layer to MoE layer: a loop of one turn is none
 _PUBLISHED = {
   "model_type": "deepseek_v3",
   "vocab_size": 4096,
@@ -45,6 +53,7 @@ _PUBLISHED = {
 _VARIANTS = {
   "base": {},
   "scanned": {"layer_loop": "scanned"},
+  "prefetch": {"prefetch": 1},
   "slots": {"slots": 12},
   "context": {"context": 65536},
   "float32": {"dtype": "float32", "expert_format": "float32"},
@@ -52,13 +61,20 @@ _VARIANTS = {
 
 
 def _config(
-  target, slots=4, context=4096, dtype="", expert_format="bfloat16", layer_loop="unrolled"
+  target,
+  slots=4,
+  context=4096,
+  dtype="",
+  expert_format="bfloat16",
+  layer_loop="unrolled",
+  prefetch=0,
 ):
   """A small model with experts of real size. A CPU engine holds float32: the CPU has no other
   arithmetic."""
+  layers = _SCANNED_LAYERS if layer_loop == "scanned" else _LAYERS
   return RunConfig(
-    model=ModelConfig(published_config=_PUBLISHED),
-    residency=ResidencyConfig(slots_per_layer=slots),
+    model=ModelConfig(published_config=_PUBLISHED | {"num_hidden_layers": layers}),
+    residency=ResidencyConfig(slots_per_layer=slots, prefetch=PrefetchConfig(max_experts=prefetch)),
     engine=EngineConfig(
       context_tokens=context,
       prefill_buckets=(64,),
@@ -85,11 +101,20 @@ def _expert_bytes(expert_format: str = "bfloat16") -> int:
   return 3 * _DIM * _EXPERT_DIM * (4 if expert_format == "float32" else 2)
 
 
-@pytest.mark.parametrize("variant", ["base", "scanned"])
-@pytest.mark.parametrize("name", ["decode", "prefill_64"])
+@pytest.mark.parametrize(
+  ("variant", "name"),
+  [
+    ("base", "decode"),
+    ("scanned", "decode"),
+    ("prefetch", "decode"),
+    ("base", "prefill_64"),
+    ("scanned", "prefill_64"),
+  ],
+)
 def test_bank_is_read_by_rows_and_state_is_in_place(rows, variant, name):
   row = rows[variant, name]
-  bank_bytes = (_LAYERS - _DENSE) * _EXPERTS * _expert_bytes()
+  layers = _SCANNED_LAYERS if row["layer_loop"] == "scanned" else _LAYERS
+  bank_bytes = (layers - _DENSE) * _EXPERTS * _expert_bytes()
   assert row["host_argument_bytes"] == bank_bytes
   assert row["device_argument_bytes"] < bank_bytes
   assert row["host_compute_ops"] == 0
@@ -97,6 +122,12 @@ def test_bank_is_read_by_rows_and_state_is_in_place(rows, variant, name):
   assert row["bank_reads"] and row["is_bank_read_by_row"], row["bank_reads"]
   if row["target"] != "cpu":
     assert all(read["is_async"] for read in row["bank_reads"])
+
+
+def test_experts_and_attention_hide_every_prefetch(rows):
+  assert rows["base", "decode"]["prefetch_overlap"] is None
+  if rows["base", "decode"]["target"] != "cpu":  # where copies are not asynchronous
+    assert rows["prefetch", "decode"]["prefetch_overlap"]
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)

@@ -72,6 +72,8 @@ def test_counters_and_residents_equal_a_plain_replay_of_the_routes(slots, batch)
     assert counters["decode_hits"][layer] == hits
     assert counters["decode_misses"][layer] == misses
     assert counters["decode_evictions"][layer] == evictions
+    for name in ("prefetches", "predicted", "substitutions", "staged"):
+      assert counters[f"decode_{name}"][layer] == 0
     assert counters["decode_moved_bytes"][layer] == misses * expert_bytes
     table = engine.state.groups[0].tables.slot_to_expert
     resident = np.asarray(table)[layer * slots : (layer + 1) * slots]

@@ -12,7 +12,8 @@ from moecore_jax.evaluation import tasks
 from moecore_jax.runtime.engine import DEMO
 from moecore_jax.specs import PolicyName
 from moecore_jax.testing import tiny
-from tests.runtime.test_exactness import POLICIES, assert_same
+from tests.runtime.test_exactness import POLICIES, assert_same, pairwise_cover
+from tests.runtime.test_exactness import SLOTS as SLOT_NAMES
 
 NUM_EXPERTS, RANKS = 32, 4
 SLOTS = (1, RANKS - 1, RANKS, NUM_EXPERTS // 4, NUM_EXPERTS)
@@ -38,21 +39,14 @@ def run(policy: PolicyName, slots: int, batch: int, layer_loop: str) -> tiny.Tra
   return tiny.decode_all(moecore.Engine.from_checkpoint(None, config), prompts(batch), STEPS)
 
 
-# Every policy, every slot count and every batch occurs; the full product is the slow test.
-@pytest.mark.parametrize(
-  ("policy", "slots", "batch"),
-  [
-    ("rhac", 8, 4),
-    ("rhac", 1, 1),
-    ("lru", 3, 4),
-    ("lfu", 4, 1),
-    ("fifo", 1, 4),
-    ("random", 8, 1),
-    ("static", 3, 1),
-  ],
-)
-def test_some(policy, slots, batch):
-  assert_same(run(policy, slots, batch, "unrolled"), run("static", NUM_EXPERTS, batch, "unrolled"))
+@pytest.mark.parametrize(("policy", "slots", "batch"), pairwise_cover(1))
+def test_policies_and_slots(policy, slots, batch):
+  slots = dict(zip(SLOT_NAMES, SLOTS, strict=True))[slots]
+  assert_same(run(policy, slots, batch, "scanned"), run("static", NUM_EXPERTS, batch, "scanned"))
+
+
+def test_unrolled():
+  assert_same(run("rhac", 8, 4, "unrolled"), run("static", NUM_EXPERTS, 4, "unrolled"))
 
 
 @pytest.mark.slow

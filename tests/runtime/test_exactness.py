@@ -55,10 +55,19 @@ def num_slots(name: str, spec) -> int:
 SPEC = tiny.tiny_spec(num_experts=16, num_experts_per_tok=3)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize(
-  ("policy", "slots"), [(p, SLOTS[(i + j) % 5]) for i, p in enumerate(POLICIES) for j in (0, 2)]
-)
+def pairwise_cover(model: int) -> list[tuple[str, str, int]]:
+  """Returns the part of a pairwise cover of (policy, slots, batch, model) that runs on one of two
+  models: every policy meets every slot count once, and each of them both batches and both models.
+  """
+  return [
+    (policy, slots, (1, 4)[(i + j) % 2])
+    for i, policy in enumerate(POLICIES)
+    for j, slots in enumerate(SLOTS)
+    if (i // 2 + j) % 2 == model
+  ]
+
+
+@pytest.mark.parametrize(("policy", "slots", "batch"), pairwise_cover(0))
 def test_policies_and_slots(policy, slots, batch):
   engine = engine_spec(batch)
   wanted = run(SPEC, "static", 16, engine)
@@ -90,17 +99,15 @@ def test_formats_and_loops(options):
     assert_same(run(SPEC, "rhac", 2, engine), run(SPEC, "static", 16, engine))
 
 
-# Every count, input, placement, policy, loop and batch occurs; the full product is slow.
+# Every count, input, placement, loop and batch occurs; the full product is slow.
 PREFETCHES = [
   ("rhac", 4, 1, PrefetchSpec(1)),
   ("rhac", 1, 4, PrefetchSpec(2)),
-  ("lru", 3, 4, PrefetchSpec(3, predictor_input="renorm")),
-  ("static", 4, 4, PrefetchSpec(1)),
-  ("lfu", 2, 1, PrefetchSpec(2, placement="slot")),
-  ("random", 4, 4, PrefetchSpec(2, link_experts=(9, 1, 0))),
+  ("lru", 3, 4, PrefetchSpec(4, predictor_input="renorm")),
+  ("static", 4, 1, PrefetchSpec(2, placement="slot")),
   ("rhac", (2, 16, 3), 4, PrefetchSpec(1, min_useful_frac=0.6, useful_decay=0.5)),
 ]
-DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=3)
+DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def test_prefetch(policy, slots, batch, prefetch):
 @pytest.mark.parametrize("placement", ["in_flight", "slot"])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("slots", [1, 2, 4, (3, 16, 2)], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prefetch_full_product(policy, count, slots, batch, placement):
   engine = engine_spec(batch, layer_loop="scanned")
@@ -149,7 +156,7 @@ def check_made_model(data, max_layers):
   assert_same(run(spec, policy, slots, engine, seed), run(spec, "static", everything, engine, seed))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_made_models(data):
   check_made_model(data, max_layers=2)

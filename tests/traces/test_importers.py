@@ -41,7 +41,7 @@ def test_archives_of_arrays(extra, tmp_path):
 @pytest.mark.parametrize("compress", [False, True])
 def test_lines_of_choices(compress, tmp_path):
   path, content = tmp_path / "a.csv", (HEADER + COLUMNS + ROWS).encode()
-  path.write_bytes(gzip.compress(content) if compress else content)
+  path.write_bytes(gzip.compress(content, mtime=0) if compress else content)
   trace = load_any(path)
   none = [65535, 65535]
   assert trace.experts.tolist() == [[[5, 2], none], [[2, 0], [4, 3]], [[1, 3], [1, 3]]]
@@ -92,7 +92,7 @@ def test_too_few_experts(tmp_path):
     (b"", "columns turn"),
     (b"some text\nof no known kind\n", "columns turn"),
     (bytes(range(256)), "known format"),
-    (gzip.compress((HEADER + COLUMNS + ROWS).encode())[:80], "known format"),
+    (gzip.compress((HEADER + COLUMNS + ROWS).encode(), mtime=0)[:80], "known format"),
     (HEADER + COLUMNS, "has no tokens"),
     (COLUMNS + ROWS, "no n_expert="),
     (HEADER + COLUMNS + "0,0,0,1,0,x,0.5\n", "known format"),

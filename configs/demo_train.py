@@ -1,10 +1,10 @@
 """Trains the demo model: 1 dense and 8 MoE layers, 32 experts a layer, 6.5 M parameters.
 
-moecore train --config=configs/demo_train.py --workdir=/tmp/moecore-train
+    moecore train --config=configs/demo_train.py --workdir=/tmp/moecore-train
 
 Expected: 4500 steps, 9.2 M tokens, 56 minutes on 2 cores (86 minutes of CPU time); exact match on
-the validation items 1.00 in every domain, near that from step 2400 on. The bundled weights are those
-of one run of this command from start to finish; its log is
+the validation items 1.00 in every domain, near that from step 2400 on. The bundled weights are
+those of one run of this command from start to finish; its log is
 `moecore_jax/assets/demo/training_log.jsonl`.
 """
 

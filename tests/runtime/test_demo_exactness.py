@@ -39,6 +39,7 @@ def run(policy: PolicyName, slots: int, batch: int, layer_loop: str) -> tiny.Tra
   return tiny.decode_all(moecore.Engine.from_checkpoint(None, config), prompts(batch), STEPS)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("policy", "slots", "batch"), pairwise_cover(1))
 def test_policies_and_slots(policy, slots, batch):
   slots = dict(zip(SLOT_NAMES, SLOTS, strict=True))[slots]

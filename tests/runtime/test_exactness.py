@@ -67,6 +67,7 @@ def pairwise_cover(model: int) -> list[tuple[str, str, int]]:
   ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("policy", "slots", "batch"), pairwise_cover(0))
 def test_policies_and_slots(policy, slots, batch):
   engine = engine_spec(batch)
@@ -110,6 +111,7 @@ PREFETCHES = [
 DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(
   ("policy", "slots", "batch", "prefetch"), PREFETCHES, ids=lambda value: str(value)[:40]
 )

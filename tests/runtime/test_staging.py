@@ -50,6 +50,7 @@ def wanted(lengths, layers=3, dense=1, engine=ENGINE):
 
 
 # N* is 4: below, at and above it; 17 and 35 take two and three chunks.
+@pytest.mark.cover
 @pytest.mark.parametrize(("lengths", "fill"), [((3, 4), "both"), ((5, 17), "none")])
 def test_prompts_around_the_threshold_give_the_same_bits(lengths, fill):
   check_prompts(lengths, fill)
@@ -69,6 +70,7 @@ def check_prompts(lengths, fill):
   np.testing.assert_array_equal(counters["prefill_staged"], N * chunks)
 
 
+@pytest.mark.cover
 def test_layers_are_staged_one_by_one():
   check_stack(2, 1, (12, 16), "unrolled")  # the second holds all its experts: never staged
 

@@ -50,9 +50,20 @@ def parse(
     if not values[name].value:
       fault = "is missing" if values[name].value is None else "is empty"
       raise ValueError(f"--{name}={name.upper()} {fault}; see moecore {verb} --help")
-  if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
-    raise ValueError(f"--json={values.json}: its folder does not exist; create it first")
+  if values.json:
+    _check_writable(values.json)
   return values
+
+
+def _check_writable(path: str) -> None:
+  """Refuses a file that cannot be written, before there is anything to write."""
+  folder = os.path.dirname(path) or "."
+  if os.path.isdir(path):
+    raise ValueError(f"--json={path}: is a folder; name a file")
+  if not os.path.isdir(folder):
+    raise ValueError(f"--json={path}: its folder does not exist; create it first")
+  if not os.access(folder, os.W_OK):
+    raise ValueError(f"--json={path}: its folder cannot be written; choose another")
 
 
 def _help(verb: str, about: str, values: flags.FlagValues, use_config: bool) -> NoReturn:

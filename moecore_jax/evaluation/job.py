@@ -54,6 +54,7 @@ def run(
     for system in config.eval.systems:
       plan.freeze(config.for_system(system), engines[first].model_spec)
   with ResultLog(workdir, asked) as log:
+    _check_rows(log.rows, items, config.eval.systems, workdir)
     process = 1 + max((row["process"] for row in log.rows), default=0)
     total = len(config.eval.systems) * sum(map(len, items.values()))
     with tqdm(total=total, initial=len(log.rows), unit="item") as progress:
@@ -75,6 +76,46 @@ def run(
     summary = metrics.summarize(log.rows, log.read("systems.json"), config.eval)
     log.write("metrics.json", summary)
   return summary
+
+
+_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
+  "system": str,
+  "task": str,
+  "id": str,
+  "process": int,
+  "score": (int, float),
+  "error": (str, type(None)),
+  "metrics": (dict, type(None)),
+  "counters": dict,
+}
+
+
+def _check_rows(
+  rows: Sequence[Mapping[str, Any]],
+  items: Mapping[str, Sequence[tasks.Item]],
+  systems: Sequence[str],
+  workdir: Path,
+) -> None:
+  """Refuses a log with lines that are no answers, or answers that this run does not ask for or has
+  twice.
+  """
+  left = {(s, task, item.id) for s in systems for task, part in items.items() for item in part}
+  asked = set(left)
+  for number, row in enumerate(rows, 1):
+    for name, kind in _ROW_FIELDS.items():
+      if not isinstance(row.get(name, ...), kind):
+        raise ValueError(
+          f"{workdir / 'results.jsonl'} line {number} is damaged (its {name} is missing or of the "
+          "wrong type); remove the line or choose another workdir"
+        )
+    key = row["system"], row["task"], row["id"]
+    if key not in left:
+      fault = "answers again" if key in asked else "answers what was not asked:"
+      raise ValueError(
+        f"{workdir / 'results.jsonl'} line {number} {fault} {' '.join(key)}; "
+        "remove the line or choose another workdir"
+      )
+    left.remove(key)
 
 
 def _load(task: str, config: RunConfig) -> list[tasks.Item]:
@@ -106,7 +147,13 @@ def _pending(
 
 
 def _open(config: RunConfig, system: str, open_engine: OpenEngine) -> Engine:
-  return open_engine(config.model.checkpoint or None, config.for_system(system))
+  engine = open_engine(config.model.checkpoint or None, config.for_system(system))
+  if engine.tokenizer is None:
+    raise ValueError(
+      f"checkpoint {config.model.checkpoint} has no tokenizer.json, which the tasks' texts need; "
+      "copy the model's into the folder"
+    )
+  return engine
 
 
 def _describe(engine: Engine) -> dict[str, Any]:

@@ -22,11 +22,15 @@ from typing import Any, BinaryIO, Self
 def write_atomic(path: Path, text: str) -> None:
   """Writes a file so that a reader, or the next start, sees its old or its new content whole."""
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
-  with open(temporary, "w", encoding="utf-8") as f:
-    f.write(text)
-    f.flush()
-    os.fsync(f.fileno())
-  os.replace(temporary, path)
+  try:
+    with open(temporary, "w", encoding="utf-8") as f:
+      f.write(text)
+      f.flush()
+      os.fsync(f.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
   _sync_folder(path.parent)
 
 
@@ -74,9 +78,13 @@ class ResultLog:
     write_atomic(self.workdir / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
   def read(self, name: str) -> Any:
-    """Returns the content of one of the workdir's JSON files, None where it does not exist."""
+    """Returns the object in one of the workdir's JSON files, None where there is no such file.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
     path = self.workdir / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return _read_object(path) if path.exists() else None
 
   def __enter__(self) -> Self:
     return self
@@ -104,11 +112,7 @@ def _check_asked(workdir: Path, asked: Mapping[str, Any]) -> None:
       raise ValueError(f"workdir {workdir} has results.jsonl but no config.json; choose another")
     write_atomic(path, json.dumps(asked, indent=1) + "\n")
     return
-  try:
-    stored = json.loads(path.read_text(encoding="utf-8"))
-  except ValueError as e:
-    raise ValueError(f"{path} is not JSON ({e}); choose another workdir") from e
-  difference = _difference(stored, json.loads(json.dumps(asked)))
+  difference = _difference(_read_object(path), json.loads(json.dumps(asked)))
   if difference:
     name, before, now = difference
     raise ValueError(
@@ -147,11 +151,23 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
   for number, line in enumerate(path.read_bytes().splitlines(), 1):
     try:
       rows.append(json.loads(line))
+      if not isinstance(rows[-1], dict):
+        raise ValueError("it is no object")
     except ValueError as e:
       raise ValueError(
         f"{path} line {number} is damaged ({e}); remove the line or choose another workdir"
       ) from e
   return rows
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+  try:
+    content = json.loads(path.read_text(encoding="utf-8"))
+  except ValueError as e:
+    raise ValueError(f"{path} is not JSON ({e}); choose another workdir") from e
+  if not isinstance(content, dict):
+    raise ValueError(f"{path} holds no JSON object; choose another workdir")
+  return content
 
 
 def _sync_folder(folder: Path) -> None:

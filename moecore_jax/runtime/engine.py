@@ -135,9 +135,7 @@ class Engine:
       expert_format=cast(ExpertFormat, config.engine.expert_format),
     )
     residency, spec, _ = config.freeze(loaded.spec, loaded.fingerprint)
-    tokenizer = (
-      tokenizers.Tokenizer.from_file(loaded.tokenizer_path) if loaded.tokenizer_path else None
-    )
+    tokenizer = _read_tokenizer(loaded.tokenizer_path) if loaded.tokenizer_path else None
     return cls(loaded.spec, residency, spec, loaded.params, loaded.banks, tokenizer)
 
   def warm_up(self) -> None:
@@ -403,6 +401,13 @@ class Engine:
     }
     device["tables"] = _bytes(self.state) - device["expert_slots"] - device["kv_cache"]
     return {"device": device, "host": {"expert_bank": _bytes(self.banks)}}
+
+
+def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
+  try:
+    return tokenizers.Tokenizer.from_file(path)
+  except Exception as error:  # the library raises nothing more special
+    raise ValueError(f"{path}: is no tokenizer: {error}; copy the model's again") from error
 
 
 def _bytes(tree) -> int:

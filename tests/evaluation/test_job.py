@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,6 +146,51 @@ def test_a_torn_run_goes_on(finished, checkpoint, tmp_path):
     layers = {name: sum(values) for name, values in after["layers"].items()}
     tokens = layers["decode_invocations"] / 8
     assert after["misses_per_token"] == pytest.approx(layers["decode_misses"] / tokens)
+
+
+@pytest.mark.parametrize(
+  ("change", "words"),
+  [
+    ({}, r"line \d+ answers again"),
+    ({"id": "math-999"}, r"line \d+ answers what was not asked: \w+ \w+ math-999"),
+    ({"process": None}, r"line \d+ is damaged \(its process"),
+  ],
+)
+def test_a_log_with_lines_of_another_hand_is_refused(finished, checkpoint, tmp_path, change, words):
+  workdir, _ = finished
+  for name in ("config.json", "systems.json", "results.jsonl"):
+    (tmp_path / name).write_bytes((workdir / name).read_bytes())
+  with open(tmp_path / "results.jsonl", "a") as f:
+    f.write(json.dumps(_rows(workdir)[0] | change) + "\n")
+  before = (tmp_path / "results.jsonl").read_bytes()
+  with pytest.raises(ValueError, match=words):
+    job.run(_config(checkpoint), tmp_path, open_engine=_refuse)
+  assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "systems.json"])
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_file_is_named(finished, checkpoint, tmp_path, name, content):
+  workdir, _ = finished
+  for file in ("config.json", "systems.json", "results.jsonl"):
+    (tmp_path / file).write_bytes((workdir / file).read_bytes())
+  (tmp_path / name).write_text(content)
+  with pytest.raises(ValueError, match=name):
+    job.run(_config(checkpoint), tmp_path, open_engine=_refuse)
+
+
+@pytest.mark.parametrize(
+  ("content", "words"), [(None, "has no tokenizer"), ("{}", "is no tokenizer")]
+)
+def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint, tmp_path, content, words):
+  folder = tmp_path / "model"
+  shutil.copytree(checkpoint, folder)
+  (folder / "tokenizer.json").unlink()
+  if content is not None:
+    (folder / "tokenizer.json").write_text(content)
+  with pytest.raises(ValueError, match=words):
+    job.run(_config(folder), tmp_path / "workdir")
+  assert not (tmp_path / "workdir").exists()
 
 
 def test_another_config_is_refused(finished, checkpoint):

@@ -368,11 +368,12 @@ def claim_slots(
   index: jax.Array,
   prediction: Prediction,
   key: jax.Array,
-) -> tuple[GroupState, list[jax.Array]]:
+) -> tuple[GroupState, list[jax.Array], jax.Array]:
   """Gives each issued copy a slot before the layer has routed: placement "slot".
 
   Returns:
-    The group, and the pool row of each copy; nothing changes where none is issued.
+    The group, the pool row of each copy, and int32 [], experts that were displaced; nothing changes
+    where none is issued.
   """
   policy, num_experts = program.make_policy(), group.tables.expert_to_slot.shape[1]
   signals = jax.tree.map(
@@ -387,7 +388,7 @@ def claim_slots(
     slot, evicted = slots_lib.choose_slot(
       residency.tables, index, priority, held, program.max_slots[group_index]
     )
-    slot = jnp.where(prediction.is_issued, slot, -1)
+    slot, evicted = (jnp.where(prediction.is_issued, x, -1) for x in (slot, evicted))
     residency = enter(policy, residency, index, expert, slot, evicted)
     held |= matches(expert, num_experts)
     rows.append(jnp.where(slot < 0, spare, slot))
@@ -396,7 +397,8 @@ def claim_slots(
     group.policy,
     residency.signals,
   )
-  return dataclasses.replace(group, tables=residency.tables, policy=signals), rows
+  group = dataclasses.replace(group, tables=residency.tables, policy=signals)
+  return group, rows, residency.evictions
 
 
 def execute(

@@ -303,12 +303,16 @@ def _transition(
     for g, pool in pools.items():
       groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
     inputs = inputs._replace(prediction=ahead.prediction)
+  counters = flow.counters.at[moe_index].add(counts)
+  if ahead is not None and program.prefetch.placement == "slot":
+    displaced = stack_counts({"evictions": ahead.evictions})
+    counters = counters.at[ahead.moe_index].add(displaced)
   return _Flow(
     x,
     flow.inputs if inputs is None else inputs,
     buffer,
     groups,
-    flow.counters.at[moe_index].add(counts),
+    counters,
     flow.hits + prepared.hits,
   ), caches
 
@@ -318,15 +322,19 @@ class _Ahead(NamedTuple):
 
   Attributes:
     group: its expert group.
+    moe_index: int32 scalar, its index among the MoE layers.
     prediction: of its experts.
     bank_rows: int32 scalar each, where the copies come from.
     pool_rows: int32 scalar each, where they go.
+    evictions: int32 scalar, experts that they displaced already.
   """
 
   group: int
+  moe_index: jax.Array
   prediction: prefetch_lib.Prediction
   bank_rows: list[jax.Array]
   pool_rows: list[jax.Array]
+  evictions: jax.Array
 
 
 def _look_ahead(
@@ -356,13 +364,17 @@ def _look_ahead(
     is_allowed,
   )
   first = routed_lib.transient_row(program, group.pool) + 1
-  rows = [jnp.int32(first + j) for j in range(count)]
+  rows, evictions = [jnp.int32(first + j) for j in range(count)], jnp.int32(0)
   if settings.placement == "slot":
     key = jax.random.fold_in(step.key, len(program.model.layers) + segment.moe_start + offset)
-    group, rows = routed_lib.claim_slots(program, segment.group, group, index, prediction, key)
+    group, rows, evictions = routed_lib.claim_slots(
+      program, segment.group, group, index, prediction, key
+    )
   bank_rows = [index * num_experts + prediction.experts[j] for j in range(count)]
   groups = _replaced(groups, segment.group, group)
-  return groups, _Ahead(segment.group, prediction, bank_rows, rows)
+  return groups, _Ahead(
+    segment.group, segment.moe_start + offset, prediction, bank_rows, rows, evictions
+  )
 
 
 def _advance_with_copies(

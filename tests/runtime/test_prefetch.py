@@ -63,7 +63,8 @@ def advanced(engine, steps=1):
   return {k.removeprefix("decode_"): after[k] - before[k] for k in after if k.startswith("decode")}
 
 
-def test_what_is_predicted_and_needed_is_loaded_once(model, count=2):
+def test_what_is_predicted_and_needed_is_loaded_once(model):
+  count = 2
   engine, one = start(model, PrefetchSpec(count)), expert_bytes(32, 16, "float32")
   issued = useful = 0
   for _ in range(STEPS):
@@ -102,6 +103,16 @@ def test_a_layer_with_wrong_predictions_stops_and_resumes_without_a_new_program(
   later = advanced(engine, STEPS)
   assert later["useful_prefetches"][1] == later["prefetches"][1] > 0
   assert jit_decode_step._cache_size() == compilations
+
+
+def test_what_a_copy_displaces_at_once_is_counted(model):
+  engine = start(model, PrefetchSpec(1, placement="slot"))
+  advanced(engine, 4)
+  (group,) = engine.state.groups
+  np.testing.assert_array_equal((np.asarray(group.tables.expert_to_slot) >= 0).sum(1), 4)  # full
+  new = advanced(engine, STEPS)
+  assert new["prefetches"][1:].all()
+  np.testing.assert_array_equal(new["evictions"], new["misses"] + new["prefetches"])
 
 
 def test_no_link_bound_of_zero_is_overstepped(model):

@@ -19,9 +19,9 @@ from moecore_jax.models.router import Routing
 from moecore_jax.quantization import formats
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.residency import slots as slots_lib
-from moecore_jax.residency.base import Policy, matches
+from moecore_jax.residency.base import Policy, PolicyState, matches
 from moecore_jax.residency.prefetch import Prediction
-from moecore_jax.residency.substitution import Substitution, substitute
+from moecore_jax.residency.substitution import substitute
 from moecore_jax.runtime import state as state_lib
 from moecore_jax.runtime.program import Program
 from moecore_jax.runtime.state import GroupState
@@ -112,6 +112,18 @@ def write_row(pool: ExpertArrays, stored: ExpertArrays, row: jax.Array) -> Exper
   }
 
 
+def signals_of(group: GroupState, index: jax.Array) -> PolicyState:
+  """Returns the policy's signals of one layer of a group."""
+  return jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, index, 0, keepdims=False), group.policy)
+
+
+def with_signals(group: GroupState, index: jax.Array, signals: PolicyState) -> PolicyState:
+  """Returns the policy's signals of a group, those of one layer replaced."""
+  return jax.tree.map(
+    lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0), group.policy, signals
+  )
+
+
 def transient_row(program: Program, pool: ExpertArrays) -> int:
   """Returns the pool row of an expert that has no slot; the in-flight rows follow it."""
   return pool["down"].shape[0] - 1 - program.prefetch.max_experts
@@ -199,9 +211,7 @@ def prepare(
   topk_ids = jnp.where(valid[:, None], routing.topk_ids, num_experts)
   member = jnp.zeros(num_experts, bool).at[topk_ids].set(True, mode="drop")
 
-  signals = jax.tree.map(
-    lambda s: lax.dynamic_index_in_dim(s, index, 0, keepdims=False), group.policy
-  )
+  signals = signals_of(group, index)
   if is_decode:
     signals = policy.observe(signals, topk_ids, routing.selection_scores, valid)
   residency = Residency(group.pool, tables, signals, jnp.int32(0))
@@ -217,11 +227,8 @@ def prepare(
   hits = jnp.sum(
     available[jnp.minimum(topk_ids, num_experts - 1)] & valid[:, None], axis=1, dtype=jnp.int32
   )
-  run = Substitution(topk_ids, jnp.zeros(topk_ids.shape, bool))
-  if is_decode:
-    run = substitute(
-      topk_ids, routing.selection_scores, valid, available, program.substitution_threshold
-    )
+  threshold = program.substitution_threshold if is_decode else 0.0
+  run = substitute(topk_ids, routing.selection_scores, valid, available, threshold)
   num_slots = tables.num_slots[index]
   plan = slots_lib.plan_step(run.topk_ids, valid, available, num_slots, policy.evicts)
   apply = RunExpert(program, inputs, run.topk_ids)
@@ -261,9 +268,14 @@ def prepare(
     end = plan.num_experts if policy.evicts else first  # static: what is absent ran early
     residency = lax.fori_loop(first, end, load, residency)
   rows = jax.vmap(lambda expert: row_of(residency.tables, expert))(plan.order)
-  useful_rate, useful = group.useful_rate, jnp.int32(0)
+  useful_rate, ahead = group.useful_rate, {}
   if num_copies:
     useful = prefetch_lib.num_useful(prediction, member)
+    ahead = {
+      "prefetches": jnp.where(prediction.is_issued, num_copies, 0),
+      "useful_prefetches": jnp.where(prediction.is_issued, useful, 0),
+      "predicted": prefetch_lib.num_predicted(prediction, topk_ids, num_experts),
+    }
     rate = prefetch_lib.update_useful_rate(
       useful_rate[index], prediction, useful, program.prefetch.useful_decay
     )
@@ -273,16 +285,9 @@ def prepare(
     "hits": jnp.sum(hits, dtype=jnp.int32),
     "misses": plan.num_experts - plan.num_resident,
     "evictions": residency.evictions,
-    "prefetches": jnp.where(prediction.is_issued, num_copies, 0),
-    "useful_prefetches": jnp.where(prediction.is_issued, useful, 0),
-    "predicted": prefetch_lib.num_predicted(prediction, topk_ids, num_experts),
     "substitutions": jnp.sum(run.is_substituted, dtype=jnp.int32),
-  }
-  signals = jax.tree.map(
-    lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0),
-    group.policy,
-    residency.signals,
-  )
+  } | ahead
+  signals = with_signals(group, index, residency.signals)
   tables = slots_lib.touch(residency.tables, index, plan.order)
   return GroupState(residency.pool, tables, signals, useful_rate), Prepared(
     run.topk_ids,
@@ -376,9 +381,7 @@ def claim_slots(
     where none is issued.
   """
   policy, num_experts = program.make_policy(), group.tables.expert_to_slot.shape[1]
-  signals = jax.tree.map(
-    lambda s: lax.dynamic_index_in_dim(s, index, 0, keepdims=False), group.policy
-  )
+  signals = signals_of(group, index)
   residency = Residency(group.pool, group.tables, signals, jnp.int32(0))
   spare, rows = transient_row(program, group.pool), []
   held = jnp.zeros(num_experts, bool) if policy.evicts else jnp.ones(num_experts, bool)
@@ -392,11 +395,7 @@ def claim_slots(
     residency = enter(policy, residency, index, expert, slot, evicted)
     held |= matches(expert, num_experts)
     rows.append(jnp.where(slot < 0, spare, slot))
-  signals = jax.tree.map(
-    lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0),
-    group.policy,
-    residency.signals,
-  )
+  signals = with_signals(group, index, residency.signals)
   group = dataclasses.replace(group, tables=residency.tables, policy=signals)
   return group, rows, residency.evictions
 

@@ -150,13 +150,10 @@ def fill_slots(
   wanted = order < num_slots
   held = wanted | is_busy
   by_place = jnp.argsort(order).astype(jnp.int32)
-  fresh = policy.init(num_experts)
   signals = jax.tree.map(
-    lambda all_, new: jnp.where(
-      is_busy, lax.dynamic_index_in_dim(all_, index, 0, keepdims=False), new
-    ),
-    group.policy,
-    fresh,
+    lambda kept, fresh: jnp.where(is_busy, kept, fresh),
+    routed.signals_of(group, index),
+    policy.init(num_experts),
   )
   start = routed.Residency(group.pool, group.tables, signals, jnp.int32(0))
 
@@ -175,11 +172,7 @@ def fill_slots(
 
   with jax.named_scope("fill_slots"):
     filled = lax.fori_loop(0, num_slots, fill, start)
-  signals = jax.tree.map(
-    lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0),
-    group.policy,
-    filled.signals,
-  )
+  signals = routed.with_signals(group, index, filled.signals)
   group = dataclasses.replace(group, pool=filled.pool, tables=filled.tables, policy=signals)
   return group, filled.evictions
 

@@ -23,9 +23,9 @@ from jax import lax
 
 from moecore_jax import memory, planner
 from moecore_jax.models import experts as experts_lib
-from moecore_jax.models.attention.blockwise import blockwise_attention, pad_rows, padded_row_dim
+from moecore_jax.models.attention.blockwise import padded_row_dim
 from moecore_jax.models.transformer import DecoderLayer
-from moecore_jax.runtime import routed
+from moecore_jax.runtime import routed, stack
 from moecore_jax.runtime.plan import expert_bytes
 from moecore_jax.runtime.program import Program, make_program
 from moecore_jax.specs import (
@@ -136,9 +136,8 @@ def measure_link(largest_bytes: int) -> Link:
   """
   points = []
   for share in _LINK_SIZES:
-    words = (
-      int(share * max(largest_bytes, _MIN_LINK_BYTES)) // 12
-    )  # a third of an expert, in uint32
+    size = int(share * max(largest_bytes, _MIN_LINK_BYTES))
+    words = size // 12  # a third of an expert, in uint32
     shapes = {"gate_up": (_LINK_ROWS, 2 * words), "down": (_LINK_ROWS, words)}
     host = memory.placement("pinned_host")
     bank = {n: jax.device_put(np.zeros(s, np.uint32), host) for n, s in shapes.items()}
@@ -192,8 +191,15 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
     return _seconds(repeat, params, (x, *state))
 
   row_dim = padded_row_dim(layer.attention.latent_dim)
-  cache = jnp.zeros((engine.batch_size, engine.context_tokens, row_dim), dtype)
-  attention = time_phase(lambda module, *state: _attend(engine, module, *state), cache)
+  cache = jnp.zeros((1, engine.batch_size, engine.context_tokens, row_dim), dtype)
+  positions = jnp.full((engine.batch_size, 1), engine.context_tokens // 2, jnp.int32)
+  tokens = stack.Tokens(positions, jnp.ones_like(positions, bool), jnp.int32(0))
+  attention = time_phase(
+    lambda module, x, cache: stack.attend(
+      module, jnp.int32(0), x, cache, tokens, engine.kv_block_tokens
+    ),
+    cache,
+  )
   if isinstance(layer.mlp, DenseSpec):
     dense = time_phase(lambda module, x: (x + module.mlp(module.mlp_norm(x)),))
     return LayerTimes(attention, dense_s=dense)
@@ -203,25 +209,6 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
     router_s=time_phase(_route),
     experts_s=time_phase(lambda module, *state: _run_experts(program, layer, module, *state), pool),
   )
-
-
-def _attend(engine: EngineSpec, module: DecoderLayer, x: jax.Array, cache: jax.Array):
-  position = engine.context_tokens // 2
-  positions = jnp.full((x.shape[0], 1), position, jnp.int32)
-  h = module.attention_norm(x)
-  rows = pad_rows(module.attention.latents(h, positions))
-  cache = lax.dynamic_update_slice(cache, rows, (0, position, 0))
-  queries = pad_rows(module.attention.queries(h, positions))
-  block = engine.kv_block_tokens
-
-  def read_block(i):
-    zero = jnp.int32(0)
-    return lax.dynamic_slice(
-      cache, (zero, i * block, zero), (cache.shape[0], block, cache.shape[2])
-    )
-
-  attended = blockwise_attention(queries, positions, read_block, block)
-  return x + module.attention.output(attended), cache
 
 
 def _route(module: Any, x: jax.Array):

@@ -420,13 +420,13 @@ def _approach(
   Returns:
     The caches, the stream, and the inputs of the MoE layer's experts, None at the end.
   """
-  caches = dict(caches)
+  caches, block = dict(caches), step.program.engine.kv_block_tokens
   for s in way.dense:
 
     def body(carry, i, s=s):
       x, cache = carry
       layer = step.layer(s, i)
-      x, cache = _attend(step, layer, i, x, cache)
+      x, cache = attend(layer, i, x, cache, step.tokens, block)
       return (x + layer.mlp(layer.mlp_norm(x)), cache), None
 
     length = step.program.segments[s].length
@@ -438,7 +438,7 @@ def _approach(
   if way.segment is None:
     return caches, x, None
   layer = step.layer(way.segment, offset)
-  x, caches[way.segment] = _attend(step, layer, offset, x, caches[way.segment])
+  x, caches[way.segment] = attend(layer, offset, x, caches[way.segment], step.tokens, block)
   h = layer.mlp_norm(x)
   flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
   with jax.named_scope("router"):
@@ -447,11 +447,22 @@ def _approach(
   return caches, x, routed_lib.Inputs(flat, routing, step.tokens.valid.reshape(-1), nothing)
 
 
-def _attend(
-  step: _Step, layer: Any, offset: jax.Array, x: jax.Array, cache: jax.Array
+def attend(
+  layer: Any, offset: jax.Array, x: jax.Array, cache: jax.Array, tokens: Tokens, block: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the stream after a layer's attention over the cache, and the cache."""
-  tokens, block = step.tokens, step.program.engine.kv_block_tokens
+  """Runs the attention of one layer over its cache.
+
+  Args:
+    layer: a DecoderLayer.
+    offset: int32 scalar, its place in the cache.
+    x: stream [B, T, D].
+    cache: cached rows [layers, B, S, R].
+    tokens: where the tokens stand.
+    block: tokens of one block of the attention loop.
+
+  Returns:
+    The stream after it, and the cache with the tokens' rows.
+  """
   with jax.named_scope("attention"):
     h = layer.attention_norm(x)
     cache = _write_rows(

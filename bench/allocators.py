@@ -8,18 +8,19 @@ with each allocation, `hit_rate_on_curve` what the curves promised for the first
 RHAC with its defaults, the protected rule; all layers weigh alike.
 """
 
-import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from bench import command
+from moecore_jax.cli.allocate import allocations, measure_curves
 from moecore_jax.reporting.table import render
 from moecore_jax.residency import allocator
-from moecore_jax.traces import Phase, Trace, hit_rates, load_any, replay
+from moecore_jax.traces import Phase, Trace, load_any, replay
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
@@ -29,49 +30,32 @@ def measure(trace: Trace, uniform: int, policy: str) -> dict[str, Any]:
   half = trace.num_tokens // 2
   is_first = np.arange(trace.num_tokens) < half
   first, second = trace.select(is_first), trace.select(~is_first)
-  top_k, num_experts = (np.asarray(x, np.int64) for x in (trace.top_k, trace.num_experts))
   step = allocator.default_step(uniform)
-  sizes = np.array(
-    allocator.candidate_sizes(uniform, step, int(top_k.min()), int(num_experts.max()))
-  )
-  rates = hit_rates(first, np.clip(sizes[:, None], top_k, num_experts), policy)
   expert_bytes = np.maximum(trace.expert_bytes, 1)
-  curves = allocator.Curves(sizes, rates, expert_bytes, top_k, num_experts)
-  budget = uniform * int(expert_bytes.sum())
-  allocations = {
-    "uniform": (uniform,) * trace.num_layers,
-    "heuristic": allocator.allocate_heuristic(curves, uniform, budget, step),
-    "exact": allocator.allocate_exact(curves, budget),
-  }
+  curves = measure_curves(first, uniform, step, expert_bytes, policy)
+  slots = allocations(curves, uniform, step)
   return {
     "policy": policy,
-    "num_experts": int(num_experts.max()),
+    "num_experts": int(trace.num_experts.max()),
     "slots": uniform,
     "step": step,
     "tokens": [first.num_tokens, second.num_tokens],
     "hit_rate": {
-      name: float(replay(second, policy, slots).hit_rate.mean())
-      for name, slots in allocations.items()
+      name: float(replay(second, policy, part).hit_rate.mean()) for name, part in slots.items()
     },
-    "hit_rate_on_curve": {name: curves.hit_rate(slots) for name, slots in allocations.items()},
-    "allocations": {name: list(slots) for name, slots in allocations.items()},
+    "hit_rate_on_curve": {name: curves.hit_rate(part) for name, part in slots.items()},
+    "allocations": {name: list(part) for name, part in slots.items()},
   }
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
-  values = flags.FlagValues()
-  flags.DEFINE_list("trace", [], "trace files, of any known format", flag_values=values)
-  flags.DEFINE_list("policy", ["lru", "rhac"], "replacement policies", flag_values=values)
-  flags.DEFINE_integer("tokens", 4000, "most tokens of a trace", lower_bound=2, flag_values=values)
-  flags.DEFINE_string("json", None, "write the rows to this file", flag_values=values)
-  try:
-    values(["bench.allocators", *argv])
-    if not values["trace"].value:
-      raise flags.Error("--trace=FILE,.. is missing")
-  except flags.Error as error:
-    print(f"bench.allocators: {error}\n{__doc__}", file=sys.stderr)
-    return 2
+def measure_all(values: flags.FlagValues) -> Iterator[dict[str, Any]]:
+  """Measures every trace, number of slots and policy; yields their rows.
+
+  Raises:
+    ValueError: no trace is given.
+  """
+  if not values["trace"].value:
+    raise ValueError("--trace=FILE,.. is missing")
   rows = []
   for path in values["trace"].value:
     trace = load_any(path)
@@ -81,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     for uniform in (k for k in counts if k > trace.top_k.max()):
       for policy in values["policy"].value:
         rows.append({"trace": pathlib.Path(path).name, **measure(trace, uniform, policy)})
+        yield rows[-1]
   names = ("uniform", "heuristic", "exact")
   print(
     render(
@@ -95,9 +80,17 @@ def main(argv: Sequence[str]) -> int:
       ],
     )
   )
-  if values["json"].value:
-    pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")
-  return 0
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_list("trace", [], "trace files, of any known format", flag_values=values)
+  flags.DEFINE_list("policy", ["lru", "rhac"], "replacement policies", flag_values=values)
+  flags.DEFINE_integer("tokens", 4000, "most tokens of a trace", lower_bound=2, flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns the exit code."""
+  return command.run("bench.allocators", __doc__, argv, measure_all, _define)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ over the tokens of the held-out items, averaged over the MoE layers; 0.25 is cha
 domain are cut in two random halves and compared as well: what the measure gives for one domain.
 """
 
-import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import tokenizers
 from absl import flags
 from flax import nnx
 
+from bench import command
 from moecore_jax.config_loading import load_config
 from moecore_jax.evaluation import tasks
 from moecore_jax.models.router import SelectionBias
@@ -66,33 +66,23 @@ def overlaps() -> tuple[dict[str, float], dict[str, float]]:
   )
 
 
-def measure() -> dict[str, Any]:
-  """Returns {"accuracy", "top_quarter_overlap", "overlap_of_halves"}."""
+def measure(_: flags.FlagValues) -> Iterator[dict[str, Any]]:
+  """Yields {"accuracy", "top_quarter_overlap", "overlap_of_halves"}."""
   pairs, halves = overlaps()
-  return {
+  result = {
     "accuracy": accuracies(),
     "top_quarter_overlap": pairs,
     "overlap_of_halves": halves,
   }
+  print(render(["task", "accuracy"], list(result["accuracy"].items())), end="\n\n")
+  by_halves = [(f"{name}, two halves", x) for name, x in halves.items()]
+  print(render(["domains", "overlap of top quarters"], [*pairs.items(), *by_halves]))
+  yield result
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command line; returns the exit code."""
-  values = flags.FlagValues()
-  flags.DEFINE_string("json", None, "write the figures to this file", flag_values=values)
-  try:
-    values(["bench.demo_model", *argv])
-  except flags.Error as error:
-    print(f"bench.demo_model: {error}", file=sys.stderr)
-    return 2
-  result = measure()
-  print(render(["task", "accuracy"], list(result["accuracy"].items())), end="\n\n")
-  pairs = [*result["top_quarter_overlap"].items()]
-  pairs += [(f"{name}, two halves", x) for name, x in result["overlap_of_halves"].items()]
-  print(render(["domains", "overlap of top quarters"], pairs))
-  if values.json:
-    pathlib.Path(values.json).write_text(json.dumps(result, indent=1) + "\n")
-  return 0
+  return command.run("bench.demo_model", __doc__, argv, measure)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ before the device is done: 200 are allowed for the demo model.
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from bench import command
 from bench.aot_row import machine, versions
 from moecore_jax import families, memory
 from moecore_jax.config_loading import load_config
@@ -240,21 +240,8 @@ def measure(case: Case, rounds: int, steps: int) -> dict[str, Any]:
   }
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
-  values = flags.FlagValues()
-  flags.DEFINE_string("json", None, "write the rows to this file", flag_values=values)
-  flags.DEFINE_integer("rounds", 15, "turns of each program", lower_bound=1, flag_values=values)
-  flags.DEFINE_integer("steps", 20, "steps of a turn", lower_bound=1, flag_values=values)
-  try:
-    if any(word in ("--help", "-h", "-help") for word in argv):
-      print(__doc__, values.get_help(), sep="\n")
-      return 0
-    values(["bench.overhead", *argv])
-  except flags.Error as e:
-    print(f"bench.overhead: {e}", file=sys.stderr)
-    return 2
-  rows = []
+def measure_all(values: flags.FlagValues) -> Iterator[dict[str, Any]]:
+  """Measures all cases; yields their rows."""
   for case in (large_experts("unrolled"), large_experts("scanned"), demo()):
     row = measure(case, values["rounds"].value, values["steps"].value)
     print(
@@ -263,13 +250,20 @@ def main(argv: Sequence[str]) -> int:
       f"dispatch {row['dispatch_us']:.0f} us",
       flush=True,
     )
-    rows.append(row)
+    yield row
   print(
     f"allowed: ratio {RATIO_BOUND} with experts of at least 1 MB, dispatch {DISPATCH_BOUND_US} us"
   )
-  if values["json"].value:
-    pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")
-  return 0
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_integer("rounds", 15, "turns of each program", lower_bound=1, flag_values=values)
+  flags.DEFINE_integer("steps", 20, "steps of a turn", lower_bound=1, flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns the exit code."""
+  return command.run("bench.overhead", __doc__, argv, measure_all, _define)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ N/2 slots where K is larger than the fan-out. `closed` is (RHAC - LRU) / (Belady
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import flags
 
+from bench import command
 from bench.aot_row import machine, versions
 from moecore_jax import traces
 from moecore_jax.reporting import table
@@ -121,41 +121,37 @@ def gap_table(rows: Sequence[dict[str, Any]]) -> str:
   return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code."""
-  values = flags.FlagValues()
-  flags.DEFINE_string("json", None, "write the rows to this file", flag_values=values)
-  flags.DEFINE_list("trace", [], "trace files: measure gaps instead of speed", flag_values=values)
-  flags.DEFINE_integer("tokens", 4096, "tokens of a case", lower_bound=1, flag_values=values)
-  flags.DEFINE_integer("rounds", 5, "replays of a case", lower_bound=1, flag_values=values)
-  try:
-    if any(word in ("--help", "-h", "-help") for word in argv):
-      print(__doc__, values.get_help(), sep="\n")
-      return 0
-    values(["bench.replay", *argv])
-  except flags.Error as e:
-    print(f"bench.replay: {e}", file=sys.stderr)
-    return 2
-  rows = []
+def measure(values: flags.FlagValues) -> Iterator[dict[str, Any]]:
+  """Measures gaps where traces are given, else speed; yields the rows."""
   if values["trace"].value:
+    rows = []
     for path in values["trace"].value:
       rows += measure_gap(path)
     print(gap_table(rows))
-  else:
-    for case in CASES:
-      row = measure_speed(case, values["tokens"].value, values["rounds"].value)
-      print(
-        f"{row['policy']:<7}{row['counting']:<11} {row['num_layers']} layers x "
-        f"{row['num_experts']:>3} experts, top-{row['top_k']}, {row['sizes']} sizes  "
-        f"{row['requests_per_s'] / 1e6:5.2f} M requests/s, "
-        f"{row['requests_per_cpu_s'] / 1e6:5.2f} M a CPU second",
-        flush=True,
-      )
-      rows.append(row)
-    print(f"bound: {BOUND_PER_S / 1e6:.0f} M requests/s and core for lru and rhac, protected")
-  if values["json"].value:
-    pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")
-  return 0
+    yield from rows
+    return
+  for case in CASES:
+    row = measure_speed(case, values["tokens"].value, values["rounds"].value)
+    print(
+      f"{row['policy']:<7}{row['counting']:<11} {row['num_layers']} layers x "
+      f"{row['num_experts']:>3} experts, top-{row['top_k']}, {row['sizes']} sizes  "
+      f"{row['requests_per_s'] / 1e6:5.2f} M requests/s, "
+      f"{row['requests_per_cpu_s'] / 1e6:5.2f} M a CPU second",
+      flush=True,
+    )
+    yield row
+  print(f"bound: {BOUND_PER_S / 1e6:.0f} M requests/s and core for lru and rhac, protected")
+
+
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_list("trace", [], "trace files: measure gaps instead of speed", flag_values=values)
+  flags.DEFINE_integer("tokens", 4096, "tokens of a case", lower_bound=1, flag_values=values)
+  flags.DEFINE_integer("rounds", 5, "replays of a case", lower_bound=1, flag_values=values)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns the exit code."""
+  return command.run("bench.replay", __doc__, argv, measure, _define)
 
 
 if __name__ == "__main__":

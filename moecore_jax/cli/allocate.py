@@ -16,7 +16,8 @@ from moecore_jax.evaluation.results import write_atomic
 from moecore_jax.reporting import table
 from moecore_jax.residency import allocator
 from moecore_jax.runtime.plan import expert_bytes
-from moecore_jax.traces import Phase, Trace, hit_rates, load
+from moecore_jax.specs import ExpertGroup, RhacSpec
+from moecore_jax.traces import Phase, ReplayPolicy, Trace, hit_rates, load
 
 ABOUT = """Allocates slots to layers, in the bytes that residency.slots_per_layer takes everywhere.
 
@@ -62,21 +63,21 @@ def allocate(config: RunConfig, trace: Trace, kind: str, step: int = 0) -> dict[
   Raises:
     ValueError: as `main`.
   """
-  uniform = config.residency.slots_per_layer
+  model, uniform = read_model(config), config.residency.slots_per_layer
   step = step or allocator.default_step(uniform)
-  curves = measure_curves(config, trace, step)
-  budget = uniform * int(curves.expert_bytes.sum())
-  slots = {
-    "uniform": (uniform,) * len(curves.expert_bytes),
-    "heuristic": allocator.allocate_heuristic(curves, uniform, budget, step),
-    "exact": allocator.allocate_exact(curves, budget),
-  }
+  groups = [model.expert_groups[model.group_of(layer)[0]] for layer in model.moe_layers]
+  _check_model(trace, groups)
+  residency, engine, _ = config.freeze(model)
+  expert_sizes = [expert_bytes(group, engine.expert_format) for group in groups]
+  rhac, seed = residency.rhac, engine.sampling.seed
+  curves = measure_curves(trace, uniform, step, expert_sizes, residency.policy, rhac, seed)
+  slots = allocations(curves, uniform, step)
   made = allocation.Allocation(slots[kind], trace.meta.get("fingerprint", ""))
   return made.to_dict() | {
     "allocator": kind,
     "policy": config.residency.policy,
     "step": step,
-    "budget_bytes": budget,
+    "budget_bytes": curves.num_bytes(slots["uniform"]),
     "allocations": {name: list(part) for name, part in slots.items()},
     "hit_rates": {name: curves.hit_rate(part) for name, part in slots.items()},
     "sizes": curves.sizes.tolist(),
@@ -84,34 +85,60 @@ def allocate(config: RunConfig, trace: Trace, kind: str, step: int = 0) -> dict[
   }
 
 
-def measure_curves(config: RunConfig, trace: Trace, step: int) -> allocator.Curves:
+def measure_curves(
+  trace: Trace,
+  uniform: int,
+  step: int,
+  expert_sizes: Sequence[int],
+  policy: ReplayPolicy,
+  rhac: RhacSpec | None = None,
+  seed: int = 0,
+) -> allocator.Curves:
   """Replays a trace at every size that whole steps from the uniform allocation reach.
 
+  Args:
+    trace: its decoded tokens count.
+    uniform: slots of each layer.
+    step: slots of a step.
+    expert_sizes: bytes of one expert of each layer.
+    policy, rhac, seed: as in `traces.replay`.
+
   Raises:
-    ValueError: the trace is not of the config's model, or has no decoded tokens.
+    ValueError: the trace has no decoded tokens.
   """
-  model, residency = read_model(config), config.residency
-  groups = [model.expert_groups[model.group_of(layer)[0]] for layer in model.moe_layers]
-  top_k, num_experts = (
-    np.array([getattr(group, name) for group in groups], np.int64)
-    for name in ("num_experts_per_tok", "num_experts")
-  )
-  if not (np.array_equal(trace.num_experts, num_experts) and np.array_equal(trace.top_k, top_k)):
-    raise ValueError(
-      f"the trace has {trace.num_layers} layers of {_words(trace.num_experts)} experts, top "
-      f"{_words(trace.top_k)}; the config's model has {len(groups)} of {_words(num_experts)}, top "
-      f"{_words(top_k)}; choose a trace of this model"
-    )
   decoded = trace.select(trace.phase == Phase.DECODE)
   if not decoded.num_tokens:
     raise ValueError("the trace has no decoded tokens, whose hit rates slots are allocated by")
+  top_k, num_experts = (np.asarray(x, np.int64) for x in (trace.top_k, trace.num_experts))
   least, most = int(top_k.min()), int(num_experts.max())
-  sizes = np.array(allocator.candidate_sizes(residency.slots_per_layer, step, least, most))
+  sizes = np.array(allocator.candidate_sizes(uniform, step, least, most))
   by_layer = np.clip(sizes[:, None], top_k, num_experts)  # what a layer cannot have is not read
-  frozen, engine, _ = config.freeze(model)
-  rates = hit_rates(decoded, by_layer, frozen.policy, rhac=frozen.rhac, seed=engine.sampling.seed)
-  expert_sizes = [expert_bytes(group, engine.expert_format) for group in groups]
-  return allocator.Curves(sizes, rates, np.array(expert_sizes), top_k, num_experts)
+  rates = hit_rates(decoded, by_layer, policy, rhac=rhac, seed=seed)
+  return allocator.Curves(sizes, rates, np.asarray(expert_sizes), top_k, num_experts)
+
+
+def allocations(curves: allocator.Curves, uniform: int, step: int) -> dict[str, tuple[int, ...]]:
+  """Returns the slots of each layer by every allocator, in the bytes of the uniform allocation."""
+  same = (uniform,) * len(curves.expert_bytes)
+  budget = curves.num_bytes(same)
+  return {
+    "uniform": same,
+    "heuristic": allocator.allocate_heuristic(curves, uniform, budget, step),
+    "exact": allocator.allocate_exact(curves, budget),
+  }
+
+
+def _check_model(trace: Trace, groups: Sequence[ExpertGroup]) -> None:
+  experts, top_k = (
+    np.array([getattr(group, name) for group in groups])
+    for name in ("num_experts", "num_experts_per_tok")
+  )
+  if not (np.array_equal(trace.num_experts, experts) and np.array_equal(trace.top_k, top_k)):
+    raise ValueError(
+      f"the trace has {trace.num_layers} layers of {_words(trace.num_experts)} experts, top "
+      f"{_words(trace.top_k)}; the config's model has {len(groups)} of {_words(experts)}, top "
+      f"{_words(top_k)}; choose a trace of this model"
+    )
 
 
 def _define(values: flags.FlagValues) -> None:

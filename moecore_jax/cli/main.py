@@ -19,13 +19,14 @@ import moecore_jax
 _VERBS = {
   "eval": "evaluate a model on tasks, under one or several systems; resumable",
   "generate": "stream the completion of one prompt",
+  "profile": "record which experts each domain likes, for warm starts",
   "plan": "tell what a config needs of a device's memory, and what would fit",
   "allocate": "give each layer its number of slots, by the hit rates of a trace",
   "convert": "turn a published checkpoint into one that loads straight into host memory",
   "simulate": "replay a routing trace: hit rates of a policy beside LRU and the offline bound",
   "train": "train the demo model from scratch",
 }
-_OUR_PACKAGES = ("moecore_jax", "checkpoints_convert", "config_config")
+_OUR_PACKAGES = ("moecore_jax", "checkpoints_convert", "bench", "config_config", "__main__")
 _USER_OS_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 

@@ -18,6 +18,7 @@ def parse(
   define: Callable[[flags.FlagValues], None],
   use_config: bool = True,
   required: Sequence[str] = (),
+  program: str = "moecore",
 ) -> flags.FlagValues:
   """Parses the arguments of a verb; `--help` prints what it takes and exits.
 
@@ -28,6 +29,7 @@ def parse(
     define: adds the verb's flags to the set it is given.
     use_config: the verb takes `--config` and its overrides.
     required: names of flags that must be given a value.
+    program: what the verb belongs to.
 
   Returns:
     The parsed flags; `values.config` is a validated RunConfig.
@@ -35,7 +37,8 @@ def parse(
   Raises:
     ValueError: a flag is unknown, missing or malformed.
   """
-  argv = [f"moecore {verb}", *argv]
+  command = f"{program} {verb}"
+  argv = [command, *argv]
   values = flags.FlagValues()
   define(values)
   flags.DEFINE_string(
@@ -44,30 +47,34 @@ def parse(
   if use_config:
     define_config_flag(values, argv)
   if any(word in ("--help", "-h", "-help") for word in argv):
-    _help(verb, about, values, use_config)
+    _help(command, about, values, use_config)
   parse_flags(values, argv)
   for name in required:
     if not values[name].value:
       fault = "is missing" if values[name].value is None else "is empty"
-      raise ValueError(f"--{name}={name.upper()} {fault}; see moecore {verb} --help")
+      raise ValueError(f"--{name}={name.upper()} {fault}; see {command} --help")
   if values.json:
-    _check_writable(values.json)
+    check_writable("json", values.json)
   return values
 
 
-def _check_writable(path: str) -> None:
-  """Refuses a file that cannot be written, before there is anything to write."""
+def check_writable(flag: str, path: str) -> None:
+  """Refuses the file of a flag that cannot be written, before there is anything to write.
+
+  Raises:
+    ValueError: says why.
+  """
   folder = os.path.dirname(path) or "."
   if os.path.isdir(path):
-    raise ValueError(f"--json={path}: is a folder; name a file")
+    raise ValueError(f"--{flag}={path}: is a folder; name a file")
   if not os.path.isdir(folder):
-    raise ValueError(f"--json={path}: its folder does not exist; create it first")
+    raise ValueError(f"--{flag}={path}: its folder does not exist; create it first")
   if not os.access(folder, os.W_OK):
-    raise ValueError(f"--json={path}: its folder cannot be written; choose another")
+    raise ValueError(f"--{flag}={path}: its folder cannot be written; choose another")
 
 
-def _help(verb: str, about: str, values: flags.FlagValues, use_config: bool) -> NoReturn:
-  lines = [about.strip(), "", f"usage: moecore {verb} --name=value ...", ""]
+def _help(command: str, about: str, values: flags.FlagValues, use_config: bool) -> NoReturn:
+  lines = [about.strip(), "", f"usage: {command} --name=value ...", ""]
   for name in sorted(values):
     default = values[name].default
     suffix = f" (default {default!r})" if default not in (None, "") else ""

@@ -2,16 +2,18 @@
 
 What is written goes to a sibling folder, OUTPUT.partial, is read back and compared, and is renamed
 at the end: a folder that bears the output's name is always whole. A partial folder that a killed
-run left behind is emptied by the next run; one that another run is still writing is locked.
+run left behind is taken up by the next run of the same source and settings, and emptied by another;
+one that another run is still writing is locked.
 """
 
 import contextlib
 import fcntl
+import functools
 import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast, get_args
 
 import ml_dtypes
@@ -19,9 +21,8 @@ import numpy as np
 import tqdm
 
 from moecore_jax import memory
-from moecore_jax.checkpoint import assemble, store, template
+from moecore_jax.checkpoint import assemble, store, template, writer
 from moecore_jax.checkpoint.published import PublishedCheckpoint
-from moecore_jax.families.keymap import Path
 from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.specs import ExpertFormat
 
@@ -41,7 +42,7 @@ def convert(
 ) -> dict[str, Any]:
   """Converts a published folder.
 
-  Host memory: a few times the largest of 256 MB and one weight.
+  Host memory: a few times 256 MB, or one expert that is larger.
 
   Args:
     source: the published folder.
@@ -52,28 +53,37 @@ def convert(
     show_progress: draw a progress bar on stderr.
 
   Returns:
-    {"output", "expert_format", "num_bytes", "num_items", "fingerprint", "skipped"}: where, how and
-    how much was written, and the published keys that were left out, with reasons.
+    {"output", "expert_format", "num_bytes", "num_items", "num_resumed", "fingerprint", "skipped"}:
+    where, how and how much was written, how many items a killed run had written before, and the
+    published keys that were left out, with reasons.
 
   Raises:
     ValueError: the source is missing or corrupt, the output exists, another run writes it, or the
-      disk is full; nothing is left behind.
+      disk is full; nothing is left behind. What is interrupted leaves OUTPUT.partial.
   """
   _one_of("expert_format", expert_format, ("", *EXPERT_FORMATS))
   _one_of("dtype", dtype, ("", *DENSE_DTYPES))
   checkpoint = PublishedCheckpoint(source)
   fmt = cast(ExpertFormat, expert_format) if expert_format else _published_format(checkpoint)
-  plan = _dense_plan(checkpoint, dtype)
-  total = _output_bytes(checkpoint, plan, fmt)
+  parts = [*_dense_parts(checkpoint, dtype), *_bank_parts(checkpoint, fmt)]
+  total = sum(part.num_bytes for part in parts)
   target = pathlib.Path(output)
   _check_output(target, total)
+  identity = _identity(checkpoint, fmt, dtype)
   with _partial_folder(target) as partial, memory.returning_freed_blocks():
-    with _progress("convert", total, show_progress) as bar:
-      _write(checkpoint, partial, plan, fmt, bar)
+    with contextlib.closing(writer.StoreWriter(partial, identity)) as written:
+      if show_progress and (written.resumed or written.has_leftovers):
+        print(_what_is_there(partial, written, len(parts)), file=sys.stderr)
+      with _progress("convert", total, show_progress) as bar:
+        for part in parts:
+          written.write(part.item, part.make)
+          bar.update(part.num_bytes)
+      written.finish(checkpoint.folder, fmt, identity["fingerprint"])
     stored = store.StoredCheckpoint(partial)
     with _progress("verify", total, show_progress) as bar:
       for read in stored.verify():
         bar.update(read)
+    (partial / writer.JOURNAL).unlink()
     os.rename(partial, target)
     _sync_folder(target.parent)
   skipped = {k: v for k, v in checkpoint.keymap.skipped.items() if k in checkpoint.tensors}
@@ -82,69 +92,99 @@ def convert(
     "expert_format": fmt,
     "num_bytes": total,
     "num_items": len(stored.items),
+    "num_resumed": len(written.resumed),
     "fingerprint": stored.fingerprint,
     "skipped": skipped,
   }
 
 
-class _Dense(NamedTuple):
-  """Where a dense parameter goes, with what shape, stored as what."""
+class _Part(NamedTuple):
+  """What becomes one item.
 
-  path: Path
+  Attributes:
+    item: without checksums and files.
+    num_bytes: of its arrays.
+    make: makes the arrays.
+  """
+
+  item: store.Item
+  num_bytes: int
+  make: Callable[[], dict[str, np.ndarray]]
+
+
+def _dense_parts(checkpoint: PublishedCheckpoint, dtype: str) -> Iterator[_Part]:
+  """Yields items of dense parameters, at most 256 MB each, were they float32."""
+  wanted = template.dense_template(checkpoint.spec, _FLOATS[dtype or "float32"])
+  cuts: dict[str, _Dense] = {}
+  size = num_items = 0
+  for cut in assemble.dense_cuts(checkpoint.keymap):
+    leaf: Any = wanted
+    for step in cut.rule.target:
+      leaf = leaf[step]
+    name, axis = store.dotted(cut.rule.target), cut.rule.axis
+    shape = (*leaf.shape[:axis], cut.stop - cut.start, *leaf.shape[axis + 1 :])
+    published = np.result_type(*map(checkpoint.dtype_of, cut.rule.sources))
+    stored = np.dtype(leaf.dtype) if dtype else published
+    as_float32 = memory.num_bytes(shape, np.dtype(np.float32))
+    if cuts and (name in cuts or size + as_float32 > assemble.MAX_CHUNK_BYTES):
+      yield _dense_part(checkpoint, num_items, cuts)
+      cuts, size, num_items = {}, 0, num_items + 1
+    cuts[name], size = _Dense(cut, shape, stored), size + as_float32
+  yield _dense_part(checkpoint, num_items, cuts)
+
+
+class _Dense(NamedTuple):
+  """Entries of a dense parameter, their shape, and what they are stored as."""
+
+  cut: assemble.DenseCut
   shape: tuple[int, ...]
   dtype: np.dtype
 
 
-def _write(
-  checkpoint: PublishedCheckpoint,
-  folder: pathlib.Path,
-  plan: dict[Path, _Dense],
-  fmt: ExpertFormat,
-  bar: tqdm.tqdm,
-) -> None:
-  with contextlib.closing(store.StoreWriter(folder)) as writer:
-    for written in writer.write_dense(_dense_leaves(checkpoint, plan)):
-      bar.update(written)
-    for chunk in assemble.expert_chunks(checkpoint.keymap, checkpoint.read, checkpoint.spec, fmt):
-      bar.update(writer.write_chunk(chunk))
-      del chunk
-    writer.finish(checkpoint.folder, fmt, checkpoint.fingerprint())
+def _dense_part(checkpoint: PublishedCheckpoint, index: int, cuts: dict[str, _Dense]) -> _Part:
+  def make() -> dict[str, np.ndarray]:
+    return {
+      name: cut.read(checkpoint.keymap, checkpoint.read).astype(dtype, copy=False)
+      for name, (cut, _, dtype) in cuts.items()
+    }
+
+  places = {name: [d.cut.rule.axis, d.cut.start, d.cut.stop] for name, d in cuts.items()}
+  num_bytes = sum(memory.num_bytes(d.shape, d.dtype) for d in cuts.values())
+  return _Part(store.Item(f"dense/{index:05d}", cuts=places), num_bytes, make)
 
 
-def _dense_plan(checkpoint: PublishedCheckpoint, dtype: str) -> dict[Path, _Dense]:
-  wanted = template.dense_template(checkpoint.spec, _FLOATS[dtype or "float32"])
-  plan = {}
-  for rule in checkpoint.keymap.dense:
-    leaf: Any = wanted
-    for part in rule.target:
-      leaf = leaf[part]
-    published = np.result_type(*map(checkpoint.dtype_of, rule.sources))
-    plan[rule.target] = _Dense(
-      rule.target, leaf.shape, np.dtype(leaf.dtype) if dtype else published
-    )
-  return plan
+def _bank_parts(checkpoint: PublishedCheckpoint, fmt: ExpertFormat) -> Iterator[_Part]:
+  spec = checkpoint.spec
+  read = assemble.ExpertReader(checkpoint.keymap, checkpoint.read, spec, fmt)
+  for cut in assemble.bank_cuts(spec, fmt):
+    group, rows = template.expert_groups(spec, cut.bank)[cut.group], cut.stop - cut.start
+    folder = f"banks/{cut.bank}.{cut.group}/{cut.start:06d}"
+    item = store.Item(folder, cut.bank, cut.group, cut.start, rows)
+    num_bytes = rows * expert_bytes(group.embed_dim, group.expert_dim, fmt)
+    yield _Part(item, num_bytes, functools.partial(read, cut))
 
 
-def _dense_leaves(
-  checkpoint: PublishedCheckpoint, plan: dict[Path, _Dense]
-) -> Iterator[tuple[Path, np.ndarray]]:
-  for path, array in assemble.dense_leaves(checkpoint.keymap, checkpoint.read):
-    yield path, array.astype(plan[path].dtype, copy=False)
-    del array
+def _identity(checkpoint: PublishedCheckpoint, fmt: ExpertFormat, dtype: str) -> dict[str, Any]:
+  """Returns what must be the same for one run to go on where another was killed."""
+  files = {entry.file for entry in checkpoint.tensors.values()}
+  return {
+    "fingerprint": checkpoint.fingerprint(),
+    "files": [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(files)],
+    "expert_format": fmt,
+    "dtype": dtype,
+  }
+
+
+def _what_is_there(partial: pathlib.Path, written: writer.StoreWriter, num_parts: int) -> str:
+  if written.resumed:
+    return f"{partial}: goes on where a run was killed, {len(written.resumed)} of {num_parts} items"
+  return f"{partial}: was left by a run of another source or other settings; starts anew"
 
 
 def _published_format(checkpoint: PublishedCheckpoint) -> ExpertFormat:
   keys = [key for rule in checkpoint.keymap.experts for key in rule.sources]
   narrow = all(checkpoint.dtype_of(key) == _FLOATS["bfloat16"] for key in keys)
   return "bfloat16" if narrow else "float32"
-
-
-def _output_bytes(
-  checkpoint: PublishedCheckpoint, plan: dict[Path, _Dense], fmt: ExpertFormat
-) -> int:
-  groups = [*checkpoint.spec.expert_groups, *checkpoint.spec.mtp_expert_groups]
-  banks = sum(g.num_rows * expert_bytes(g.embed_dim, g.expert_dim, fmt) for g in groups)
-  return banks + sum(memory.num_bytes(leaf.shape, leaf.dtype) for leaf in plan.values())
 
 
 def _check_output(target: pathlib.Path, num_bytes: int) -> None:
@@ -155,7 +195,8 @@ def _check_output(target: pathlib.Path, num_bytes: int) -> None:
   if target.is_symlink() or not is_free:
     raise ValueError(f"{target}: the output exists; remove it or choose another folder")
   needed = int(num_bytes * (1 + _SPARE_DISK_FRAC)) + _SPARE_DISK_BYTES
-  free = shutil.disk_usage(parent).free
+  left = _partial_path(target).rglob("*")  # by a killed run; used again or removed
+  free = shutil.disk_usage(parent).free + sum(p.stat().st_size for p in left if p.is_file())
   if free < needed:
     raise ValueError(
       f"{target}: the output needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free"
@@ -164,8 +205,8 @@ def _check_output(target: pathlib.Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives an empty, locked folder beside the output; removes it unless it was renamed."""
-  partial = target.resolve().with_name(target.name + ".partial")
+  """Gives a locked folder beside the output; removes it if a fault is found."""
+  partial = _partial_path(target)
   partial.mkdir(exist_ok=True)
   lock = os.open(partial, os.O_RDONLY)
   try:
@@ -175,15 +216,17 @@ def _partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
       raise ValueError(f"{partial}: another conversion is writing it; wait for it to end") from None
     if not partial.exists() or os.fstat(lock).st_ino != partial.stat().st_ino:
       raise ValueError(f"{target}: another conversion has just ended; look at its output")
-    for leftover in partial.iterdir():
-      shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     try:
       yield partial
-    except BaseException:
+    except Exception:
       shutil.rmtree(partial, ignore_errors=True)
       raise
   finally:
     os.close(lock)
+
+
+def _partial_path(target: pathlib.Path) -> pathlib.Path:
+  return target.resolve().with_name(target.name + ".partial")
 
 
 def _progress(what: str, total: int, show: bool) -> tqdm.tqdm:

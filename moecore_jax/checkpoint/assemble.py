@@ -1,63 +1,101 @@
-"""Turns published tensors into our arrays by the rules of a family's key map."""
+"""Turns published tensors into our arrays by the rules of a family's key map, in parts of bounded
+size.
 
+What is read and written at a time is planned from shapes alone (`dense_cuts`, `bank_cuts`), so that
+a run can be told which parts it still has to make.
+"""
+
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from moecore_jax.checkpoint.template import BANK_NAMES, expert_groups
-from moecore_jax.families.keymap import KeyMap, Path
+from moecore_jax.families.keymap import DenseRule, KeyMap, Path
 from moecore_jax.models.experts import bank_layout
 from moecore_jax.quantization.formats import expert_bytes, pack
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
 MIN_CHUNK_BYTES = 16 << 20
 MAX_CHUNK_BYTES = 256 << 20
+MAX_PIECE_BYTES = 64 << 20
 
-ReadTensor = Callable[[str], np.ndarray]
-"""Reads one published tensor by its key; the implementation checks dtype, shape and finiteness."""
+ReadTensor = Callable[..., np.ndarray]
+"""Called with a key, reads a published tensor; with a key, start and stop, rows start .. stop - 1
+of it. The implementation checks dtype, shape and finiteness."""
 
 
-class ExpertRow(NamedTuple):
-  """One routed expert, in NumPy and the published dtype.
+class DenseCut(NamedTuple):
+  """Entries start .. stop - 1 of a dense parameter."""
+
+  rule: DenseRule
+  start: int
+  stop: int
+
+  def read(self, keymap: KeyMap, read: ReadTensor) -> np.ndarray:
+    """Returns the entries in NumPy and the published dtype."""
+    parts, first, rows = [], 0, self.rule.entry_rows
+    for key in self.rule.sources:
+      count = keymap.shapes[key][0] // rows
+      start, stop = max(self.start - first, 0), min(self.stop - first, count)
+      if start < stop:
+        parts.append(self.rule.make(read(key, start * rows, stop * rows)))
+      first += count
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, self.rule.axis)
+
+
+class DensePiece(NamedTuple):
+  """Consecutive entries of a dense parameter, often all of them.
+
+  Attributes:
+    path: of the parameter.
+    axis: along which they lie.
+    start: the first.
+    array: in NumPy.
+  """
+
+  path: Path
+  axis: int
+  start: int
+  array: np.ndarray
+
+
+def num_entries(keymap: KeyMap, rule: DenseRule) -> int:
+  """Returns the length of a dense parameter along its rule's axis."""
+  return sum(keymap.shapes[key][0] for key in rule.sources) // rule.entry_rows
+
+
+def dense_cuts(keymap: KeyMap) -> Iterator[DenseCut]:
+  """Yields all dense parameters, cut so that a cut reads at most 64 MB, were it float32."""
+  for rule in keymap.dense:
+    row = max(math.prod(keymap.shapes[key][1:]) for key in rule.sources)
+    step = max(1, MAX_PIECE_BYTES // max(1, 4 * rule.entry_rows * row))
+    length = num_entries(keymap, rule)
+    for start in range(0, length, step):
+      yield DenseCut(rule, start, min(start + step, length))
+
+
+def dense_pieces(keymap: KeyMap, read: ReadTensor) -> Iterator[DensePiece]:
+  """Yields the dense parameters in the published dtype, a piece at a time."""
+  for cut in dense_cuts(keymap):
+    yield DensePiece(cut.rule.target, cut.rule.axis, cut.start, cut.read(keymap, read))
+
+
+class BankCut(NamedTuple):
+  """Rows start .. stop - 1 of one bank.
 
   Attributes:
     bank: "experts" or "mtp_experts".
     group: index of the expert group.
-    row: row of the group's bank.
-    gate_up: [D, 2F].
-    down: [F, D].
+    start: first row.
+    stop: end of the rows.
   """
 
   bank: str
   group: int
-  row: int
-  gate_up: np.ndarray
-  down: np.ndarray
-
-
-def dense_leaves(keymap: KeyMap, read: ReadTensor) -> Iterator[tuple[Path, np.ndarray]]:
-  """Yields (path, array in the published dtype) of the dense parameters, one at a time."""
-  for rule in keymap.dense:
-    yield rule.target, rule.make(*map(read, rule.sources))
-
-
-def dense_params(keymap: KeyMap, read: ReadTensor) -> dict[str, Any]:
-  """Returns the dense parameters as a nested dict of NumPy arrays in the published dtype."""
-  params: dict = {}
-  for path, array in dense_leaves(keymap, read):
-    node = params
-    for part in path[:-1]:
-      node = node.setdefault(part, {})
-    node[path[-1]] = array
-  return params
-
-
-def expert_rows(keymap: KeyMap, read: ReadTensor) -> Iterator[ExpertRow]:
-  """Yields the routed experts, one at a time, bank by bank in row order."""
-  for rule in sorted(keymap.experts, key=lambda r: (r.bank, r.group, r.row)):
-    gate_up, down = rule.make(*map(read, rule.sources))
-    yield ExpertRow(rule.bank, rule.group, rule.row, gate_up, down)
+  start: int
+  stop: int
 
 
 class BankChunk(NamedTuple):
@@ -85,27 +123,49 @@ def rows_per_chunk(rows: int, row_bytes: int) -> int:
   return min(rows, max(1, target // row_bytes))
 
 
-def expert_chunks(
-  keymap: KeyMap, read: ReadTensor, spec: ModelSpec, fmt: ExpertFormat
-) -> Iterator[BankChunk]:
-  """Yields all banks in the given format, chunk by chunk; a chunk belongs to its receiver."""
-  experts = expert_rows(keymap, read)
+def bank_cuts(spec: ModelSpec, fmt: ExpertFormat) -> Iterator[BankCut]:
+  """Yields all banks in rows that move together, bank by bank in row order."""
   for bank in BANK_NAMES:
     for g, group in enumerate(expert_groups(spec, bank)):
-      layout = bank_layout(group, fmt)
       row_bytes = expert_bytes(group.embed_dim, group.expert_dim, fmt)
       step = rows_per_chunk(group.num_rows, row_bytes)
       for start in range(0, group.num_rows, step):
-        count = min(step, group.num_rows - start)
-        arrays = {
-          name: np.empty((count, *shape[1:]), dtype) for name, (shape, dtype) in layout.items()
-        }
-        for i in range(count):
-          expert = next(experts)
-          if (expert.bank, expert.group, expert.row) != (bank, g, start + i):
-            raise AssertionError(f"rule {expert[:3]} follows {(bank, g, start + i - 1)}")
-          arrays["gate_up"][i] = pack(expert.gate_up, fmt)
-          arrays["down"][i] = pack(expert.down, fmt)
-          del expert
-        yield BankChunk(bank, g, start, arrays)
-        del arrays
+        yield BankCut(bank, g, start, min(start + step, group.num_rows))
+
+
+class ExpertReader:
+  """Reads rows of banks.
+
+  Args:
+    keymap: rules of the checkpoint.
+    read: reads its tensors.
+    spec: the model.
+    fmt: format of the rows.
+  """
+
+  def __init__(self, keymap: KeyMap, read: ReadTensor, spec: ModelSpec, fmt: ExpertFormat):
+    self._rules = {(rule.bank, rule.group, rule.row): rule for rule in keymap.experts}
+    self._read, self._spec, self._fmt = read, spec, fmt
+
+  def __call__(self, cut: BankCut) -> dict[str, np.ndarray]:
+    """Returns {"gate_up", "down"} of some rows, in NumPy and the storage dtype."""
+    group, count = expert_groups(self._spec, cut.bank)[cut.group], cut.stop - cut.start
+    arrays = {
+      name: np.empty((count, *shape[1:]), dtype)
+      for name, (shape, dtype) in bank_layout(group, self._fmt).items()
+    }
+    for i in range(count):
+      rule = self._rules[cut.bank, cut.group, cut.start + i]
+      gate_up, down = rule.make(*map(self._read, rule.sources))
+      arrays["gate_up"][i] = pack(gate_up, self._fmt)
+      arrays["down"][i] = pack(down, self._fmt)
+    return arrays
+
+
+def bank_chunks(
+  keymap: KeyMap, read: ReadTensor, spec: ModelSpec, fmt: ExpertFormat
+) -> Iterator[BankChunk]:
+  """Yields all banks in the given format, chunk by chunk; a chunk belongs to its receiver."""
+  read_experts = ExpertReader(keymap, read, spec, fmt)
+  for cut in bank_cuts(spec, fmt):
+    yield BankChunk(cut.bank, cut.group, cut.start, read_experts(cut))

@@ -1,13 +1,14 @@
 """Loads a checkpoint: dense weights to the device, expert banks straight to pinned host memory."""
 
 import dataclasses
-import pathlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from moecore_jax import memory
 from moecore_jax.checkpoint import assemble, store, template
@@ -42,8 +43,7 @@ class Loaded:
 def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
   """Loads a published-format or a converted folder.
 
-  Beside the bank itself, a few chunks of at most 256 MB and one dense weight are in host memory at
-  a time.
+  Beside the bank itself, a few chunks of at most 256 MB are in host memory at a time.
 
   Args:
     path: the folder.
@@ -55,70 +55,72 @@ def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
       fit pinned host memory; names the file and the tensor.
   """
   if store.is_store(path):
-    stored = store.StoredCheckpoint(path)
-    leaves, chunks = stored.dense_leaves(), stored.bank_chunks(expert_format)
-    return _load(
-      stored.folder, stored.spec, leaves, chunks, lambda: stored.fingerprint, dtype, expert_format
-    )
-  published = PublishedCheckpoint(path)
-  leaves = assemble.dense_leaves(published.keymap, published.read)
-  chunks = assemble.expert_chunks(published.keymap, published.read, published.spec, expert_format)
-  return _load(
-    published.folder, published.spec, leaves, chunks, published.fingerprint, dtype, expert_format
-  )
-
-
-def _load(
-  folder: pathlib.Path,
-  spec: ModelSpec,
-  leaves: Iterable[tuple[Path, np.ndarray]],
-  chunks: Iterable[assemble.BankChunk],
-  fingerprint: Callable[[], str],
-  dtype: jnp.dtype,
-  fmt: ExpertFormat,
-) -> Loaded:
-  wanted = template.bank_template(spec, fmt)
+    source = store.StoredCheckpoint(path)
+    pieces, chunks = source.dense_pieces(), source.bank_chunks(expert_format)
+    fingerprint = source.fingerprint
+  else:
+    source = PublishedCheckpoint(path)
+    keymap, read, spec = source.keymap, source.read, source.spec
+    pieces = assemble.dense_pieces(keymap, read)
+    chunks = assemble.bank_chunks(keymap, read, spec, expert_format)
+    fingerprint = source.fingerprint()
+  wanted = template.bank_template(source.spec, expert_format)
   memory.check_host_limit(template.total_bytes(wanted))
   with memory.returning_freed_blocks():
-    params = place_dense(leaves, template.dense_template(spec, dtype))
+    params = place_dense(pieces, template.dense_template(source.spec, dtype))
     banks = fill_banks(chunks, wanted)
-  tokenizer = folder / "tokenizer.json"
+  tokenizer = source.folder / "tokenizer.json"
   return Loaded(
-    spec=spec,
+    spec=source.spec,
     params=params,
     banks=banks["experts"],
     mtp_banks=banks["mtp_experts"],
     tokenizer_path=str(tokenizer) if tokenizer.is_file() else None,
-    fingerprint=fingerprint(),
+    fingerprint=fingerprint,
   )
 
 
-def place_dense(
-  leaves: Iterable[tuple[Path, np.ndarray]], wanted: dict[str, Any]
-) -> dict[str, Any]:
-  """Puts dense parameters on the device, one at a time.
+def place_dense(pieces: Iterable[assemble.DensePiece], wanted: dict[str, Any]) -> dict[str, Any]:
+  """Puts dense parameters on the device, a piece at a time.
 
   Args:
-    leaves: (path, array in NumPy) of every parameter; released one by one.
+    pieces: cover every entry of every parameter once, in order; released one by one.
     wanted: nested dict of ShapeDtypeStruct with shardings.
 
   Returns:
     The nested dict of arrays.
   """
   params: dict[str, Any] = {}
-  for path, array in leaves:
+  incomplete: dict[Path, int] = {}
+  for path, axis, start, array in pieces:
     node: Any = params
     at: Any = wanted
     for part in path[:-1]:
       node, at = node.setdefault(part, {}), at[part]
-    leaf = at[path[-1]]
-    host = np.array(
-      array, leaf.dtype, order="C"
-    )  # a copy of its own: a device on the host may keep it
-    node[path[-1]] = jax.device_put(host, leaf.sharding)
-    node[path[-1]].block_until_ready()
+    name, leaf = path[-1], at[path[-1]]
+    if array.shape == leaf.shape:
+      # A copy of its own: a device on the host may keep it.
+      node[name] = jax.device_put(np.array(array, leaf.dtype, order="C"), leaf.sharding)
+    else:
+      assert start == incomplete.pop(path, 0), f"entries of {path} do not follow"
+      whole = node[name] if start else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+      entries = np.asarray(array, leaf.dtype)
+      node[name] = _write_entries(whole, entries, np.int32(start), axis)
+      end = start + array.shape[axis]
+      if end < leaf.shape[axis]:
+        incomplete[path] = end
+      del whole, entries
+    del array
+    node[name].block_until_ready()
+  assert not incomplete, f"entries are missing: {incomplete}"
   template.check_against(params, wanted)
   return params
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _write_entries(whole: jax.Array, entries: jax.Array, start: jax.Array, axis: int) -> jax.Array:
+  """Overwrites entries of a dense parameter along an axis, in place."""
+  return lax.dynamic_update_slice_in_dim(whole, entries, start, axis)
 
 
 def fill_banks(

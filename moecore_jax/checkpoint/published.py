@@ -61,33 +61,33 @@ class PublishedCheckpoint:
         raise ValueError(
           f"{entry.file}: tensor {key}: shape is {entry.shape}, config.json expects {tuple(shape)}"
         )
-    self._samples: dict[str, bytes] = {}
 
-  def read(self, key: str) -> np.ndarray:
-    """Reads one tensor, in its published dtype and shape.
+  def read(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Reads rows of one tensor, all if none are named, in its published dtype.
 
     Raises:
       ValueError: the tensor cannot be read or has NaN or infinite values.
     """
-    array = safetensors_file.read_tensor(key, self.tensors[key])
-    self._samples[key] = array.reshape(-1).view(np.uint8)[:_FINGERPRINT_BYTES].tobytes()
-    return array
+    return safetensors_file.read_tensor(key, self.tensors[key], start, stop)
 
   def dtype_of(self, key: str) -> np.dtype:
     """Returns the dtype in which a tensor is published."""
     return safetensors_file.DTYPES[self.tensors[key].dtype]
 
   def fingerprint(self) -> str:
-    """Returns a hash of config.json and each read tensor's name, dtype, shape and first 4096 bytes.
+    """Returns a hash of config.json and each needed tensor's name, dtype, shape and first 4096
+    bytes.
 
-    It tells one set of weights from another, however they are sharded; call it when all tensors
-    have been read.
+    It tells one set of weights from another, however they are sharded.
+
+    Raises:
+      ValueError: a file has become shorter.
     """
     digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-    for key in sorted(self._samples):
+    for key in sorted(self.keymap.shapes):
       entry = self.tensors[key]
       digest.update(f"{key} {entry.dtype} {entry.shape}\n".encode())
-      digest.update(self._samples[key])
+      digest.update(safetensors_file.first_bytes(key, entry, _FINGERPRINT_BYTES))
     return digest.hexdigest()
 
 

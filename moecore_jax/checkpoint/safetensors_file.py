@@ -77,11 +77,17 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
   return entries
 
 
-def read_tensor(key: str, entry: Entry) -> np.ndarray:
-  """Reads one tensor.
+def read_tensor(key: str, entry: Entry, start: int = 0, stop: int | None = None) -> np.ndarray:
+  """Reads one tensor, or some of its rows.
+
+  Args:
+    key: its name.
+    entry: where it lies.
+    start: first row.
+    stop: end of the rows; None: all that follow.
 
   Returns:
-    Array of the published dtype and shape.
+    Array of the published dtype and the rows' shape.
 
   Raises:
     ValueError: the dtype is not one of DTYPES, the file has become shorter, or a value is NaN or
@@ -91,24 +97,43 @@ def read_tensor(key: str, entry: Entry) -> np.ndarray:
     raise ValueError(
       f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected one of {', '.join(DTYPES)}"
     )
-  data = np.empty(entry.shape, DTYPES[entry.dtype])
-  flat = data.reshape(-1).view(np.uint8)
+  shape, offset = entry.shape, 0
+  if shape:
+    rows = range(shape[0])[start:stop]
+    shape, offset = (len(rows), *shape[1:]), rows.start * (entry.num_bytes // max(1, shape[0]))
+  data = np.empty(shape, DTYPES[entry.dtype])
+  _read_into(memoryview(data.reshape(-1).view(np.uint8)), key, entry, offset)
+  if not _is_finite(data, entry.dtype):
+    raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
+  return data
+
+
+def first_bytes(key: str, entry: Entry, count: int) -> bytes:
+  """Reads the first bytes of a tensor, all if it has fewer.
+
+  Raises:
+    ValueError: the file has become shorter.
+  """
+  data = bytearray(min(count, entry.num_bytes))
+  _read_into(memoryview(data), key, entry, 0)
+  return bytes(data)
+
+
+def _read_into(data: memoryview, key: str, entry: Entry, offset: int) -> None:
   try:
     with open(entry.file, "rb", buffering=0) as f:
-      f.seek(entry.start)
+      f.seek(entry.start + offset)
       got = 0
-      while got < entry.num_bytes:
-        count = f.readinto(memoryview(flat)[got:])
+      while got < len(data):
+        count = f.readinto(data[got:])
         if not count:
+          got += offset
           raise ValueError(
             f"{entry.file}: tensor {key}: the file ends after {got} of {entry.num_bytes} bytes"
           )
         got += count
   except OSError as error:
     raise ValueError(f"{entry.file}: tensor {key}: cannot be read: {error.strerror}") from None
-  if not _is_finite(data, entry.dtype):
-    raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
-  return data
 
 
 def _is_finite(data: np.ndarray, dtype: str) -> bool:

@@ -5,25 +5,23 @@
     banks/experts.0/00000 ..          Orbax items, consecutive rows of a bank {"gate_up", "down"}
     moecore_checkpoint.json           the manifest, written last
 
-A folder without the manifest is no checkpoint. Items hold at most 256 MB, or one weight that is
-larger, so that neither writing nor reading needs a second copy of the model.
+A folder without the manifest is no checkpoint. Items hold at most 256 MB, or one expert that is
+larger, so that neither writing nor reading needs a second copy of anything: a dense parameter of
+more than 64 MB, were it float32, is cut in pieces of several items.
 """
 
 import contextlib
 import dataclasses
 import hashlib
-import json
-import os
 import pathlib
-import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from moecore_jax import families
-from moecore_jax.checkpoint.assemble import MAX_CHUNK_BYTES, BankChunk
+from moecore_jax.checkpoint.assemble import BankChunk, DensePiece, num_entries
 from moecore_jax.checkpoint.published import read_json, read_spec
 from moecore_jax.checkpoint.template import BANK_NAMES, expert_groups
 from moecore_jax.families.keymap import Path
@@ -31,15 +29,7 @@ from moecore_jax.quantization import formats
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
 MANIFEST = "moecore_checkpoint.json"
-VERSION = 1
-COPIED_FILES = (
-  "config.json",
-  "generation_config.json",
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "special_tokens_map.json",
-  "chat_template.jinja",
-)
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,89 +38,33 @@ class Item:
 
   Attributes:
     folder: relative to the checkpoint's folder.
-    checksums: {array name: CRC-32 of its bytes in C order}.
     bank: "" for dense parameters, else "experts" or "mtp_experts".
     group: index of the expert group.
     start: first row.
     rows: number of rows.
+    cuts: {array name: [axis, start, stop]}, which entries of each dense parameter are here.
+    checksums: {array name: CRC-32 of its bytes in C order}.
     files: {file name: bytes} of what Orbax wrote for it.
   """
 
   folder: str
-  checksums: dict[str, int]
   bank: str = ""
   group: int = 0
   start: int = 0
   rows: int = 0
+  cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+  checksums: dict[str, int] = dataclasses.field(default_factory=dict)
   files: dict[str, int] = dataclasses.field(default_factory=dict)
 
-
-class StoreWriter:
-  """Writes a checkpoint into an empty folder; it becomes one when `finish` returns."""
-
-  def __init__(self, folder: pathlib.Path):
-    self.folder = folder
-    self._items: list[Item] = []
-    self._checkpointer = _checkpointer()
-
-  def write_dense(self, leaves: Iterable[tuple[Path, np.ndarray]]) -> Iterator[int]:
-    """Writes the dense parameters as they come; yields the bytes written after each item."""
-    pending: dict[str, np.ndarray] = {}
-    for path, array in leaves:
-      if pending and array.nbytes + _num_bytes(pending) > MAX_CHUNK_BYTES:
-        yield self._write_dense_item(pending)
-        pending = {}
-      pending[dotted(path)] = np.ascontiguousarray(array)
-      del array
-    if pending:
-      yield self._write_dense_item(pending)
-
-  def write_chunk(self, chunk: BankChunk) -> int:
-    """Writes rows of a bank; returns the bytes written."""
-    folder = f"banks/{chunk.bank}.{chunk.group}/{chunk.start:06d}"
-    rows = chunk.arrays["down"].shape[0]
-    item = Item(folder, _checksums(chunk.arrays), chunk.bank, chunk.group, chunk.start, rows)
-    return self._write(item, chunk.arrays)
-
-  def finish(self, source: pathlib.Path, expert_format: ExpertFormat, fingerprint: str) -> None:
-    """Copies config and tokenizer, then writes the manifest.
-
-    Args:
-      source: the published folder.
-      expert_format: of the written banks.
-      fingerprint: of the published weights.
-    """
-    self._checkpointer.close()
-    for name in COPIED_FILES:
-      if (source / name).is_file():
-        shutil.copyfile(source / name, self.folder / name)
-    manifest = {
-      "version": VERSION,
-      "fingerprint": fingerprint,
-      "config_sha256": _sha256(self.folder / "config.json"),
-      "expert_format": expert_format,
-      "items": [dataclasses.asdict(item) for item in self._items],
-    }
-    with open(self.folder / MANIFEST, "w", encoding="utf-8") as f:
-      json.dump(manifest, f, indent=1)
-      f.flush()
-      os.fsync(f.fileno())
-
-  def close(self) -> None:
-    """Ends the writer, finished or not."""
-    self._checkpointer.close()
-
-  def _write_dense_item(self, arrays: dict[str, np.ndarray]) -> int:
-    folder = f"dense/{len(self._items):05d}"
-    return self._write(Item(folder, _checksums(arrays)), arrays)
-
-  def _write(self, item: Item, arrays: dict[str, np.ndarray]) -> int:
-    target = self.folder / item.folder
-    target.parent.mkdir(parents=True, exist_ok=True)
-    self._checkpointer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
-    files = {str(p.relative_to(target)): p.stat().st_size for p in _files(target)}
-    self._items.append(dataclasses.replace(item, files=files))
-    return _num_bytes(arrays)
+  def file_fault(self, root: pathlib.Path) -> str:
+    """Returns what is wrong with the files of the item in a checkpoint folder, "" if nothing is."""
+    for name, size in self.files.items():
+      file = root / self.folder / name
+      if not file.is_file():
+        return f"{file}: the file is missing"
+      if (got := file.stat().st_size) != size:
+        return f"{file}: has {got} bytes, expected {size}"
+    return ""
 
 
 class StoredCheckpoint:
@@ -169,23 +103,25 @@ class StoredCheckpoint:
       config_sha256 = manifest["config_sha256"]
     except (KeyError, TypeError) as error:
       raise ValueError(f"{file}: is damaged: {error!r}; convert again") from None
-    if config_sha256 != _sha256(self.folder / "config.json"):
+    if config_sha256 != sha256(self.folder / "config.json"):
       raise ValueError(f"{self.folder / 'config.json'}: was changed after the conversion")
-    self._paths = {dotted(rule.target): rule.target for rule in families.key_map(self.spec).dense}
-    self._check_items(file)
+    self._keymap = families.key_map(self.spec)
+    self._check_dense(file)
+    self._check_banks(file)
 
-  def dense_leaves(self) -> Iterator[tuple[Path, np.ndarray]]:
-    """Yields (path, array in NumPy) of the dense parameters.
+  def dense_pieces(self) -> Iterator[DensePiece]:
+    """Yields the dense parameters, a piece at a time; a piece belongs to its receiver.
 
     Raises:
       ValueError: an item is missing or damaged.
     """
-    with contextlib.closing(_checkpointer()) as checkpointer:
+    paths = {dotted(rule.target): rule.target for rule in self._keymap.dense}
+    with contextlib.closing(checkpointer()) as reader:
       for item in self.items:
         if not item.bank:
-          arrays = self._read(checkpointer, item)
-          for name in list(arrays):
-            yield self._paths[name], arrays.pop(name)
+          arrays = self._read(reader, item)
+          for name, (axis, start, _) in item.cuts.items():
+            yield DensePiece(paths[name], axis, start, arrays.pop(name))
 
   def bank_chunks(self, fmt: ExpertFormat) -> Iterator[BankChunk]:
     """Yields the banks, chunk by chunk, in the given format; a chunk belongs to its receiver.
@@ -193,10 +129,10 @@ class StoredCheckpoint:
     Raises:
       ValueError: an item is missing or damaged.
     """
-    with contextlib.closing(_checkpointer()) as checkpointer:
+    with contextlib.closing(checkpointer()) as reader:
       for item in self.items:
         if item.bank:
-          arrays = self._read(checkpointer, item)
+          arrays = self._read(reader, item)
           if fmt != self.expert_format:
             for name in arrays:
               rows = formats.unpack_host(arrays[name], self.expert_format)
@@ -210,17 +146,26 @@ class StoredCheckpoint:
     Raises:
       ValueError: an item is missing or damaged.
     """
-    with contextlib.closing(_checkpointer()) as checkpointer:
+    with contextlib.closing(checkpointer()) as reader:
       for item in self.items:
-        yield _num_bytes(self._read(checkpointer, item))
+        yield sum(array.nbytes for array in self._read(reader, item).values())
 
-  def _check_items(self, file: pathlib.Path) -> None:
+  def _check_dense(self, file: pathlib.Path) -> None:
+    covered: dict[str, int] = {}
     for item in self.items:
       if not (self.folder / item.folder).resolve().is_relative_to(self.folder.resolve()):
         raise ValueError(f"{file}: item {item.folder!r} is outside the checkpoint folder")
-    dense = [name for item in self.items if not item.bank for name in item.checksums]
-    if sorted(dense) != sorted(self._paths):
+      if not item.bank and item.cuts.keys() != item.checksums.keys():
+        raise ValueError(f"{file}: arrays of {item.folder} are not what it says; convert again")
+      for name, (_, start, stop) in item.cuts.items():
+        if start != covered.get(name, 0):
+          raise ValueError(f"{file}: pieces of {name} do not follow; convert again")
+        covered[name] = stop
+    keymap = self._keymap
+    if covered != {dotted(rule.target): num_entries(keymap, rule) for rule in keymap.dense}:
       raise ValueError(f"{file}: dense parameters do not match config.json; convert again")
+
+  def _check_banks(self, file: pathlib.Path) -> None:
     banks = [item for item in self.items if item.bank]
     covered: dict[tuple[str, int], int] = {}
     for item in banks:
@@ -236,26 +181,21 @@ class StoredCheckpoint:
     if covered != wanted:
       raise ValueError(f"{file}: bank rows do not match config.json; convert again")
 
-  def _read(self, checkpointer: ocp.Checkpointer, item: Item) -> dict[str, np.ndarray]:
+  def _read(self, reader: ocp.Checkpointer, item: Item) -> dict[str, np.ndarray]:
     folder = self.folder / item.folder
-    for name, size in item.files.items():  # Orbax itself fails noisily
-      file = folder / name
-      if not file.is_file():
-        raise ValueError(f"{file}: the file is missing; convert again")
-      if file.stat().st_size != size:
-        got = file.stat().st_size
-        raise ValueError(f"{file}: has {got} bytes, expected {size}; convert again")
+    if fault := item.file_fault(self.folder):  # Orbax itself fails noisily
+      raise ValueError(f"{fault}; convert again")
     args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in item.checksums}
     try:
-      arrays = checkpointer.restore(
+      arrays = reader.restore(
         folder.resolve(),
         args=ocp.args.PyTreeRestore(item=dict.fromkeys(args, 0), restore_args=args),
       )
     except Exception as error:  # of any kind, depending on what is damaged
       reason = str(error).strip().partition("\n")[0][:200]
       raise ValueError(f"{folder}: cannot be restored: {reason}; convert again") from error
-    for name, checksum in item.checksums.items():
-      if zlib.crc32(_as_bytes(arrays[name])) != checksum:
+    for name, expected in item.checksums.items():
+      if checksum(arrays[name]) != expected:
         raise ValueError(f"{folder}: array {name}: its checksum is wrong; convert again")
     return arrays
 
@@ -270,26 +210,16 @@ def dotted(path: Path) -> str:
   return ".".join(map(str, path))
 
 
-def _checkpointer() -> ocp.Checkpointer:
+def checkpointer() -> ocp.Checkpointer:
   """Uncompressed: weights hardly compress, and compression would hold a chunk more in memory."""
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
-  return sorted(path for path in folder.rglob("*") if path.is_file())
+def checksum(array: np.ndarray) -> int:
+  """Returns the CRC-32 of an array's bytes in C order."""
+  return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-  return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def _checksums(arrays: dict[str, np.ndarray]) -> dict[str, int]:
-  return {name: zlib.crc32(_as_bytes(array)) for name, array in arrays.items()}
-
-
-def _num_bytes(arrays: dict[str, np.ndarray]) -> int:
-  return sum(array.nbytes for array in arrays.values())
-
-
-def _sha256(file: pathlib.Path) -> str:
+def sha256(file: pathlib.Path) -> str:
+  """Returns the SHA-256 of a small file's bytes."""
   return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -13,6 +13,7 @@ from moecore_jax.evaluation.results import write_atomic
 ABOUT = """Converts a published checkpoint (config.json, safetensors, tokenizer.json), streaming.
 
 The output is read back and compared before it gets its name: a folder of that name is always whole.
+Until then it is OUTPUT.partial; a run that was killed goes on there when it is given again.
 """
 
 

@@ -5,8 +5,10 @@ Source: DeepSeek-V3 technical report (2024) and the keys and config fields of it
 checkpoints.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from moecore_jax.families import keymap as km
 from moecore_jax.specs import (
@@ -124,7 +126,7 @@ def key_map(spec: ModelSpec) -> km.KeyMap:
   if spec.tie_embeddings:
     rules.skipped["lm_head.weight"] = "tied to the embedding"
   else:
-    rules.dense(("lm_head", "kernel"), "lm_head.weight", (vocab, dim), km.transpose)
+    rules.kernel(("lm_head", "kernel"), (vocab, dim), "lm_head.weight")
   for i, layer in enumerate(spec.layers):
     bank = ("experts", *spec.group_of(i)) if isinstance(layer.mlp, MoESpec) else None
     rules.layer(("layers", i), f"model.layers.{i}.", layer, bank)
@@ -132,9 +134,7 @@ def key_map(spec: ModelSpec) -> km.KeyMap:
     prefix, path = f"model.layers.{len(spec.layers) + depth}.", ("mtp", depth)
     rules.dense((*path, "embed_norm", "scale"), prefix + "enorm.weight", (dim,))
     rules.dense((*path, "hidden_norm", "scale"), prefix + "hnorm.weight", (dim,))
-    rules.dense(
-      (*path, "merge_proj", "kernel"), prefix + "eh_proj.weight", (dim, 2 * dim), km.transpose
-    )
+    rules.kernel((*path, "merge_proj", "kernel"), (dim, 2 * dim), prefix + "eh_proj.weight")
     rules.dense((*path, "final_norm", "scale"), prefix + "shared_head.norm.weight", (dim,))
     rules.skipped[prefix + "embed_tokens.weight"] = "a copy of the embedding"
     rules.skipped[prefix + "shared_head.head.weight"] = "a copy of the head"
@@ -152,20 +152,22 @@ class _Rules:
     self.skipped: dict[str, str] = {}
     self.shapes: dict[str, tuple[int, ...]] = {}
 
-  def dense(self, target: km.Path, key: str, shape: tuple[int, ...], make=km.keep) -> None:
+  def dense(
+    self, target: km.Path, key: str, shape: tuple[int, ...], make=km.keep, entry_rows: int = 1
+  ) -> None:
     self.shapes[key] = shape
-    self.dense_rules.append(km.DenseRule(target, (key,), make))
+    self.dense_rules.append(km.DenseRule(target, (key,), make, entry_rows=entry_rows))
+
+  def kernel(self, target: km.Path, shape: tuple[int, int], *keys: str) -> None:
+    """A kernel [in, out] of matrices that are published as [out, in], side by side."""
+    self.shapes |= dict.fromkeys(keys, shape)
+    self.dense_rules.append(km.DenseRule(target, keys, km.transpose, axis=1))
 
   def mlp(self, target: km.Path, prefix: str, hidden: int) -> None:
     dim = self.spec.embed_dim
     gate, up = prefix + "gate_proj.weight", prefix + "up_proj.weight"
-    self.shapes |= {gate: (hidden, dim), up: (hidden, dim)}
-    self.dense_rules.append(
-      km.DenseRule((*target, "gate_up_proj", "kernel"), (gate, up), km.stack_gate_up)
-    )
-    self.dense(
-      (*target, "down_proj", "kernel"), prefix + "down_proj.weight", (dim, hidden), km.transpose
-    )
+    self.kernel((*target, "gate_up_proj", "kernel"), (hidden, dim), gate, up)
+    self.kernel((*target, "down_proj", "kernel"), (dim, hidden), prefix + "down_proj.weight")
 
   def layer(
     self, path: km.Path, prefix: str, layer: LayerSpec, bank: tuple[str, int, int] | None
@@ -180,9 +182,7 @@ class _Rules:
     assert bank is not None
     moe, mlp = layer.mlp, prefix + "mlp."
     num_experts, width = moe.router.num_experts, moe.expert_dim
-    self.dense(
-      (*path, "mlp", "router", "kernel"), mlp + "gate.weight", (num_experts, dim), km.transpose
-    )
+    self.kernel((*path, "mlp", "router", "kernel"), (num_experts, dim), mlp + "gate.weight")
     self.dense(
       (*path, "mlp", "router", "bias"), mlp + "gate.e_score_correction_bias", (num_experts,)
     )
@@ -205,32 +205,24 @@ class _Rules:
     )
     query_dim = heads * (nope + spec.qk_rope_head_dim)
     if spec.q_lora_rank is None:
-      self.dense(
-        (*path, "q_proj", "kernel"), prefix + "q_proj.weight", (query_dim, dim), km.transpose
-      )
+      self.kernel((*path, "q_proj", "kernel"), (query_dim, dim), prefix + "q_proj.weight")
     else:
       rank_q = spec.q_lora_rank
-      self.dense(
-        (*path, "q_a_proj", "kernel"), prefix + "q_a_proj.weight", (rank_q, dim), km.transpose
-      )
+      self.kernel((*path, "q_a_proj", "kernel"), (rank_q, dim), prefix + "q_a_proj.weight")
       self.dense((*path, "q_a_norm", "scale"), prefix + "q_a_layernorm.weight", (rank_q,))
-      self.dense(
-        (*path, "q_b_proj", "kernel"), prefix + "q_b_proj.weight", (query_dim, rank_q), km.transpose
-      )
-    self.dense(
-      (*path, "kv_a_proj", "kernel"),
-      prefix + "kv_a_proj_with_mqa.weight",
-      (spec.latent_dim, dim),
-      km.transpose,
+      self.kernel((*path, "q_b_proj", "kernel"), (query_dim, rank_q), prefix + "q_b_proj.weight")
+    self.kernel(
+      (*path, "kv_a_proj", "kernel"), (spec.latent_dim, dim), prefix + "kv_a_proj_with_mqa.weight"
     )
     self.dense((*path, "kv_a_norm", "scale"), prefix + "kv_a_layernorm.weight", (rank,))
-    both = (heads * (nope + spec.v_head_dim), rank)
-    up = prefix + "kv_b_proj.weight"
-    self.dense((*path, "k_up_proj"), up, both, lambda x: x.reshape(heads, -1, rank)[:, :nope])
-    self.dense((*path, "v_up_proj"), up, both, lambda x: x.reshape(heads, -1, rank)[:, nope:])
-    self.dense(
-      (*path, "o_proj", "kernel"),
-      prefix + "o_proj.weight",
-      (dim, heads * spec.v_head_dim),
-      km.transpose,
+    up, head = prefix + "kv_b_proj.weight", nope + spec.v_head_dim
+    for name, part in (("k_up_proj", slice(nope)), ("v_up_proj", slice(nope, None))):
+      self.dense((*path, name), up, (heads * head, rank), _part_of_heads(head, part), head)
+    self.kernel(
+      (*path, "o_proj", "kernel"), (dim, heads * spec.v_head_dim), prefix + "o_proj.weight"
     )
+
+
+def _part_of_heads(head_rows: int, part: slice) -> Callable[[np.ndarray], np.ndarray]:
+  """Returns what maps heads [n * head_rows, R] to one part of the rows of each, [n, rows, R]."""
+  return lambda x: x.reshape(-1, head_rows, x.shape[1])[:, part]

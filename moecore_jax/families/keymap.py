@@ -15,17 +15,21 @@ Path = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class DenseRule:
-  """One dense parameter.
+  """One dense parameter, made so that any run of its entries needs only some rows of its sources.
 
   Attributes:
     target: where it goes.
-    sources: published keys it is made of.
-    make: maps the sources' arrays, in order, to the parameter.
+    sources: published keys whose parts follow one another along `axis`.
+    make: maps whole entries of one source, rows of it, to their part of the parameter.
+    axis: of the parameter, along which entries lie.
+    entry_rows: source rows that make one entry.
   """
 
   target: Path
   sources: tuple[str, ...]
-  make: Callable[..., np.ndarray]
+  make: Callable[[np.ndarray], np.ndarray]
+  axis: int = 0
+  entry_rows: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import safetensors.numpy
 from flax import nnx
 
 from moecore_jax import families
-from moecore_jax.checkpoint import assemble
 from moecore_jax.models.experts import HostExpert
 from moecore_jax.models.transformer import Transformer
 
@@ -21,8 +20,7 @@ def load_module(folder: str | pathlib.Path) -> Transformer:
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
   keymap = families.key_map(spec)
 
-  def read(key):
-    return tensors[key].astype(np.float32)
+  tensors = {key: tensor.astype(np.float32) for key, tensor in tensors.items()}
 
   model = nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
   graphdef, bank, dense = nnx.split(model, HostExpert, ...)
@@ -32,11 +30,18 @@ def load_module(folder: str | pathlib.Path) -> Transformer:
     }
     for name, groups in nnx.to_pure_dict(bank).items()
   }
-  for row in assemble.expert_rows(keymap, read):
-    arrays = banks[row.bank][row.group]
-    arrays["gate_up"][row.row], arrays["down"][row.row] = row.gate_up, row.down
+  for rule in keymap.experts:
+    arrays, sources = banks[rule.bank][rule.group], (tensors[key] for key in rule.sources)
+    arrays["gate_up"][rule.row], arrays["down"][rule.row] = rule.make(*sources)
+  params: dict = {}
+  for rule in keymap.dense:
+    node = params
+    for part in rule.target[:-1]:
+      node = node.setdefault(part, {})
+    parts = [rule.make(tensors[key]) for key in rule.sources]
+    node[rule.target[-1]] = np.concatenate(parts, rule.axis)
   nnx.replace_by_pure_dict(bank, _to_jax(banks))
-  nnx.replace_by_pure_dict(dense, _to_jax(assemble.dense_params(keymap, read)))
+  nnx.replace_by_pure_dict(dense, _to_jax(params))
   return nnx.merge(graphdef, bank, dense)
 
 

@@ -171,6 +171,20 @@ def test_chunks_of_any_size_give_the_same_bank(tmp_path, monkeypatch, chunk_byte
   check_loaded(loaded, *_expected(folder, config), "float32")
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 1000])
+@pytest.mark.parametrize("name", ["plain", "direct queries"])
+def test_pieces_of_any_size_give_the_same_dense_weights(tmp_path, monkeypatch, name, piece_bytes):
+  """Cut along rows and along columns, within gate and up and across both."""
+  monkeypatch.setattr(assemble, "MAX_PIECE_BYTES", piece_bytes)
+  config = tiny_config(**CONFIGS[name])
+  folder = write_checkpoint(tmp_path / "c", config)
+  cuts = list(assemble.dense_cuts(published.PublishedCheckpoint(folder).keymap))
+  assert {cut.rule.axis for cut in cuts if cut.start} == {0, 1}
+  loaded = checkpoint.load(str(folder), dtype=jnp.float32, expert_format="float32")
+  check_loaded(loaded, *_expected(folder, config), "float32")
+  check_memory_kinds(loaded)
+
+
 def test_rows_per_chunk():
   mb = 1 << 20
   assert assemble.rows_per_chunk(8, 1024) == 8  # a small bank is one chunk
@@ -184,13 +198,13 @@ def test_every_source_is_read_and_every_target_written_once(tmp_path):
   keymap, spec = opened.keymap, opened.spec
   reads = []
 
-  def read(key):
+  def read(key, *rows):
     reads.append(key)
-    return opened.read(key)
+    return opened.read(key, *rows)
 
-  paths = [path for path, _ in assemble.dense_leaves(keymap, read)]
+  paths = [piece.path for piece in assemble.dense_pieces(keymap, read)]
   rows = [(c.bank, c.group, c.start + i)
-          for c in assemble.expert_chunks(keymap, read, spec, "float32")
+          for c in assemble.bank_chunks(keymap, read, spec, "float32")
           for i in range(len(c.arrays["down"]))]  # fmt: skip
   assert set(reads) == set(keymap.shapes)
   assert set(opened.tensors) - set(reads) == {
@@ -227,7 +241,7 @@ def test_the_host_limit_is_checked_before_weights_are_read(tmp_path, monkeypatch
   monkeypatch.setattr(memory.jax, "default_backend", lambda: "gpu")
   monkeypatch.setenv(memory.CUDA_HOST_LIMIT_VARIABLE, "0.0001")
   reads = []
-  monkeypatch.setattr(published.PublishedCheckpoint, "read", lambda self, key: reads.append(key))
+  monkeypatch.setattr(published.PublishedCheckpoint, "read", lambda self, *key: reads.append(key))
   with pytest.raises(ValueError, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=1$"):
     checkpoint.load(str(folder), dtype=jnp.float32, expert_format="float32")
   assert reads == []
@@ -272,10 +286,24 @@ def test_rows_that_no_chunk_writes_are_found(tmp_path, monkeypatch, lost):
   monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", 20_000)
   monkeypatch.setattr(assemble, "MAX_CHUNK_BYTES", 20_000)
   opened = published.PublishedCheckpoint(write_checkpoint(tmp_path / "c"))
-  chunks = list(assemble.expert_chunks(opened.keymap, opened.read, opened.spec, "float32"))
+  chunks = list(assemble.bank_chunks(opened.keymap, opened.read, opened.spec, "float32"))
   del chunks[lost]
   with pytest.raises(AssertionError, match="rows of"):
     loading.fill_banks(chunks, template.bank_template(opened.spec, "float32"))
+
+
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_entries_that_no_piece_writes_are_found(lost):
+  at = memory.placement("device")
+  wanted = {"a": {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=at)}}
+  pieces = [
+    assemble.DensePiece(("a", "kernel"), 1, start, np.ones((4, 2), np.float32))
+    for start in (0, 2, 4)
+  ]
+  np.testing.assert_array_equal(loading.place_dense(pieces, wanted)["a"]["kernel"], np.ones((4, 6)))
+  del pieces[lost]
+  with pytest.raises(AssertionError, match="entries"):
+    loading.place_dense(pieces, wanted)
 
 
 def test_loaded_is_frozen(tmp_path):

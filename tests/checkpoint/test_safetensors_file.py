@@ -142,3 +142,16 @@ def test_a_file_that_shrinks_while_it_is_read(file):
   file.write_bytes(file.read_bytes()[:-1])
   with pytest.raises(ValueError, match="the file ends after"):
     safetensors_file.read_tensor("last", entry)
+
+
+def test_rows_of_a_tensor(tmp_path):
+  path = tmp_path / "model.safetensors"
+  x = np.arange(24, dtype=np.float32).reshape(6, 2, 2)
+  safetensors.numpy.save_file({"w": np.ones(3, np.float32), "x": x}, path)
+  entry = safetensors_file.read_header(path)["x"]
+  for start, stop in ((0, 6), (0, 1), (2, 5), (5, 6), (3, 3)):
+    got = safetensors_file.read_tensor("x", entry, start, stop)
+    np.testing.assert_array_equal(got, x[start:stop])
+  np.testing.assert_array_equal(safetensors_file.read_tensor("x", entry, 4), x[4:])
+  assert safetensors_file.first_bytes("x", entry, 10) == x.tobytes()[:10]
+  assert safetensors_file.first_bytes("x", entry, 1000) == x.tobytes()

@@ -67,8 +67,9 @@ def test_loads_as_the_published_folder_does(published, tmp_path, stored_fmt, fmt
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dense_weights_are_stored_in_the_dtype_asked_for(published, tmp_path, dtype):
   convert(str(published), str(tmp_path / "c"), dtype=dtype, show_progress=False)
-  for path, array in store.StoredCheckpoint(tmp_path / "c").dense_leaves():
-    assert array.dtype == (np.float32 if "router" in path else jnp.dtype(dtype)), path
+  for piece in store.StoredCheckpoint(tmp_path / "c").dense_pieces():
+    wanted = np.float32 if "router" in piece.path else jnp.dtype(dtype)
+    assert piece.array.dtype == wanted, piece.path
   narrow = [_load(folder, "bfloat16", jnp.bfloat16) for folder in (tmp_path / "c", published)]
   _check_equal(*narrow)
 
@@ -82,18 +83,23 @@ def test_memory_kinds(converted):
     assert jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def test_banks_are_stored_in_chunks_of_rows(tmp_path, monkeypatch):
-  """Chunk by chunk, with a short last one; items in row order."""
+def test_weights_are_stored_in_parts(tmp_path, monkeypatch):
+  """Chunk by chunk, with a short last one, items in row order; large dense weights in pieces."""
   monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", 3 * 3 * 32 * 16 * 4)
   monkeypatch.setattr(assemble, "MAX_CHUNK_BYTES", 3 * 3 * 32 * 16 * 4)
-  monkeypatch.setattr(store, "MAX_CHUNK_BYTES", 10_000)
+  monkeypatch.setattr(assemble, "MAX_PIECE_BYTES", 4000)
   published = write_checkpoint(tmp_path / "p")
   convert(str(published), str(tmp_path / "c"), show_progress=False)
   stored = store.StoredCheckpoint(tmp_path / "c")
   rows = [(i.bank, i.start, i.rows) for i in stored.items if i.bank]
   main = [("experts", start, min(3, 16 - start)) for start in range(0, 16, 3)]
   assert rows == main + [("mtp_experts", start, min(3, 8 - start)) for start in range(0, 8, 3)]
-  assert sum(not item.bank for item in stored.items) > 3
+  dense = [item for item in stored.items if not item.bank]
+  assert len(dense) > 3
+  assert [i.cuts["lm_head.kernel"] for i in dense if "lm_head.kernel" in i.cuts] == [
+    [1, 0, 31],
+    [1, 31, 48],
+  ]
   _check_equal(_load(tmp_path / "c"), _load(published))
 
 
@@ -141,11 +147,14 @@ def test_a_damaged_item_is_named(copy, item, damage):
 @pytest.mark.parametrize(
   ("edit", "words"),
   [
-    (lambda m: m.update(version=2), "version is 2, expected 1"),
+    (lambda m: m.update(version=1), "version is 1, expected 2"),
     (lambda m: m.pop("version"), "version is None"),
     (lambda m: m.pop("items"), "is damaged"),
     (lambda m: m["items"][0].update(extra=1), "is damaged"),
     (lambda m: m["items"].pop(0), "dense parameters do not match"),
+    (lambda m: m["items"][0]["cuts"].pop("norm.scale"), "arrays of dense/00000"),
+    (lambda m: m["items"][0]["cuts"].update({"norm.scale": [0, 1, 32]}), "pieces of norm.scale"),
+    (lambda m: m["items"][0]["cuts"].update({"norm.scale": [0, 0, 31]}), "dense parameters do not"),
     (lambda m: m["items"].pop(1), "bank rows do not match"),
     (lambda m: m["items"].append(m["items"][-1]), "rows of bank banks/mtp_experts.0/000000"),
     (lambda m: m["items"][1].update(start=1), "rows of bank banks/experts.0/000000"),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ import safetensors.numpy
 from checkpoints_convert import convert as convert_lib
 from checkpoints_convert.convert import convert
 from moecore_jax import checkpoint
-from moecore_jax.checkpoint import store
+from moecore_jax.checkpoint import assemble, store, writer
 from moecore_jax.cli import main
 from moecore_jax.testing.random_checkpoint import tiny_config, write_checkpoint
 
@@ -112,20 +113,124 @@ def test_a_fault_found_on_the_way_leaves_nothing(source, tmp_path, key):
 
 def test_a_write_that_does_not_read_back_leaves_nothing(source, tmp_path, monkeypatch):
   """The read-back compares with what was meant to be written, not with what was."""
-  write = store.StoreWriter._write
+  save = writer.StoreWriter._save
 
-  def write_wrongly(self, item, arrays):
-    if item.bank == "experts":
+  def save_wrongly(self, target, arrays):
+    if target.parent.name == "experts.0":
       arrays = {**arrays, "down": arrays["down"] + 1}
-    return write(self, item, arrays)
+    save(self, target, arrays)
 
-  monkeypatch.setattr(store.StoreWriter, "_write", write_wrongly)
+  monkeypatch.setattr(writer.StoreWriter, "_save", save_wrongly)
   with pytest.raises(ValueError, match=r"experts\.0/000000: array down: its checksum is wrong"):
     convert(str(source), str(tmp_path / "out"), show_progress=False)
   assert _names(tmp_path) == ["source"]
 
 
-def test_leftovers_of_a_killed_run_are_removed(source, tmp_path):
+@pytest.fixture
+def parts(monkeypatch):
+  """Makes many items of a small checkpoint; returns the folders of those that are written."""
+  monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", 60_000)
+  monkeypatch.setattr(assemble, "MAX_CHUNK_BYTES", 60_000)
+  monkeypatch.setattr(assemble, "MAX_PIECE_BYTES", 4000)
+  save, saved = writer.StoreWriter._save, []
+
+  def save_some(self, target, arrays):
+    if len(saved) == parts.limit:
+      raise KeyboardInterrupt
+    save(self, target, arrays)
+    saved.append(str(target.relative_to(self.folder)))
+
+  monkeypatch.setattr(writer.StoreWriter, "_save", save_some)
+  parts = types.SimpleNamespace(limit=-1, saved=saved)
+  return parts
+
+
+def _interrupt(source, out, parts, num_items):
+  parts.limit = num_items
+  with pytest.raises(KeyboardInterrupt):
+    convert(str(source), str(out), show_progress=False)
+  assert not out.exists()
+  parts.limit = -1
+  done = list(parts.saved)
+  parts.saved.clear()
+  return done
+
+
+def _arrays(folder):
+  stored = store.StoredCheckpoint(folder)
+  return [(i.folder, i.cuts, i.start, i.rows, i.checksums) for i in stored.items]
+
+
+@pytest.mark.parametrize("num_items", [0, 6])
+def test_a_run_goes_on_where_another_was_interrupted(source, tmp_path, capsys, parts, num_items):
+  """What is there is not written again; what comes out is what one run writes."""
+  whole = convert(str(source), str(tmp_path / "whole"), show_progress=False)
+  every = list(parts.saved)
+  assert len(every) == whole["num_items"] > 6
+  parts.saved.clear()
+  done = _interrupt(source, tmp_path / "out", parts, num_items)
+  assert done == every[:num_items]
+  (tmp_path / "out.partial" / "dense" / "00001.orbax-checkpoint-tmp-1").mkdir(parents=True)
+  result = convert(str(source), str(tmp_path / "out"))
+  err = capsys.readouterr().err
+  assert (f"goes on where a run was killed, {num_items} of {len(every)} items" in err) == (
+    num_items > 0
+  )
+  assert "starts anew" not in err
+  assert parts.saved == every[num_items:]
+  assert result == whole | {"output": str(tmp_path / "out"), "num_resumed": num_items}
+  assert _names(tmp_path) == ["out", "source", "whole"]
+  assert _arrays(tmp_path / "out") == _arrays(tmp_path / "whole")
+  for folder in (".", "dense", "banks", "banks/experts.0"):
+    assert _names(tmp_path / "out" / folder) == _names(tmp_path / "whole" / folder)
+
+
+def test_items_that_are_torn_are_written_again(source, tmp_path, parts):
+  """The last line of the journal, and a file of an item, are cut short."""
+  done = _interrupt(source, tmp_path / "out", parts, 4)
+  journal = tmp_path / "out.partial" / writer.JOURNAL
+  journal.write_text(journal.read_text()[:-9])
+  first = tmp_path / "out.partial" / done[0]
+  largest = max((p for p in first.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  largest.write_bytes(largest.read_bytes()[:-1])
+  assert convert(str(source), str(tmp_path / "out"), show_progress=False)["num_resumed"] == 2
+  assert done[0] in parts.saved and done[3] in parts.saved
+  assert not {done[1], done[2]} & set(parts.saved)
+  assert store.is_store(tmp_path / "out")
+
+
+def test_an_item_that_has_rotted_is_found(source, tmp_path, parts):
+  done = _interrupt(source, tmp_path / "out", parts, 3)
+  first = tmp_path / "out.partial" / done[0]
+  largest = max((p for p in first.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+  data = bytearray(largest.read_bytes())
+  data[len(data) // 2] ^= 1
+  largest.write_bytes(data)
+  with pytest.raises(ValueError, match=f"{done[0]}.*convert again"):
+    convert(str(source), str(tmp_path / "out"), show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("change", ["dtype", "weights", "time"])
+def test_what_another_run_left_is_not_used(source, tmp_path, capsys, parts, change):
+  done, settings = _interrupt(source, tmp_path / "out", parts, 3), {}
+  file = sorted(source.glob("*.safetensors"))[0]
+  if change == "weights":
+    tensors = safetensors.numpy.load_file(file)
+    tensors[next(iter(tensors))] += 1
+    safetensors.numpy.save_file(tensors, file)
+  elif change == "time":
+    os.utime(file, ns=(1, 1))
+  else:
+    settings = {"dtype": "bfloat16"}
+  result = convert(str(source), str(tmp_path / "out"), **settings)
+  assert "was left by a run of another source or other settings" in capsys.readouterr().err
+  assert result["num_resumed"] == 0
+  assert parts.saved[: len(done)] == done
+  assert sum(store.StoredCheckpoint(tmp_path / "out").verify()) == result["num_bytes"]
+
+
+def test_foreign_leftovers_are_removed(source, tmp_path):
   partial = tmp_path / "out.partial"
   (partial / "banks" / "experts.9").mkdir(parents=True)
   (partial / store.MANIFEST).write_text("{}")

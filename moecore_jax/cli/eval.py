@@ -16,7 +16,7 @@ ABOUT = """Answers every item of the config's tasks under each of its systems, p
 
 Writes results.jsonl (one line for each answered item) and metrics.json into the workdir. A run that
 was killed goes on where it was when the same command is given again. Exits 1 when requests failed;
-their reasons are in results.jsonl.
+their reasons are in results.jsonl. What the figures mean: pydoc moecore_jax.evaluation.metrics
 """
 
 
@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
   if values.json:
     write_atomic(Path(values.json), json.dumps(summary, indent=1) + "\n")
   print(table.evaluation(summary))
+  if values.layers:
+    print(f"\n{table.by_layer(summary)}")
   failed = sum(row["num_errors"] for row in summary["results"])
   if failed:
     print(f"moecore eval: {failed} requests failed, see results.jsonl", file=sys.stderr)
@@ -42,3 +44,4 @@ def main(argv: Sequence[str]) -> int:
 
 def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string("workdir", None, "folder of the results", flag_values=values)
+  flags.DEFINE_bool("layers", False, "print decode by system and MoE layer", flag_values=values)

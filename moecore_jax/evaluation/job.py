@@ -162,7 +162,12 @@ def _describe(engine: Engine) -> dict[str, Any]:
   experts_per_tok = [
     spec.expert_groups[spec.group_of(layer)[0]].num_experts_per_tok for layer in spec.moe_layers
   ]
-  return {"memory_bytes": engine.memory_report(), "experts_per_tok": experts_per_tok}
+  predicts = [engine.program.prefetch_count(layer) > 0 for layer in spec.moe_layers]
+  return {
+    "memory_bytes": engine.memory_report(),
+    "experts_per_tok": experts_per_tok,
+    "predicts": predicts,
+  }
 
 
 def _answer(

@@ -32,9 +32,33 @@ def evaluation(summary: Mapping[str, Any]) -> str:
     summary: the content of metrics.json.
   """
   headers = ["task", "system", "n", "accuracy", "TTFT ms", "TPOT ms"]
-  headers += ["E2EL mean ms", "E2EL p50", "E2EL p95", "hit rate", "misses/token", "MB moved/token"]
-  figures = [_figures(row) for row in summary["results"]]
+  headers += ["E2EL mean ms", "E2EL p50", "E2EL p95", "hit rate", "available", "misses/token"]
+  headers += ["MB moved/token"]
+  rows = summary["results"]
+  if len({row["task"] for row in rows}) > 1:
+    rows = [*rows, *summary["totals"]]
+  figures = [_figures(row) for row in rows]
   return f"{render(headers, figures)}\n\n{memory(summary['memory_bytes'])}"
+
+
+def by_layer(summary: Mapping[str, Any]) -> str:
+  """Returns a table of decode by system and MoE layer, over all tasks.
+
+  Args:
+    summary: the content of metrics.json.
+  """
+  headers = ["system", "MoE layer", "hit rate", "available", "recall", "misses/token"]
+  headers += ["prefetched/token", "useful/token", "wasted/token", "substituted/token"]
+  headers += ["evicted/token", "MB moved/token"]
+  names = ["hit_rate", "availability_frac", "recall_frac", "misses_per_token"]
+  names += ["prefetches_per_token", "useful_prefetches_per_token", "wasted_prefetches_per_token"]
+  names += ["substitutions_per_token", "evictions_per_token", "moved_mb_per_token"]
+  rows = [
+    [total["system"], layer, *(figures[name] for name in names)]
+    for total in summary["totals"]
+    for layer, figures in enumerate(total["layers"])
+  ]
+  return render(headers, rows)
 
 
 def memory(memory_bytes: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
@@ -59,6 +83,9 @@ def memory(memory_bytes: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
     ]
     for space, region in regions
   ]
+  for space in dict.fromkeys(space for space, _ in regions):
+    sums = (sum(system.get(space, {}).values()) / 1e6 for system in memory_bytes.values())
+    rows.append([f"{space} total", *sums])
   return render(headers, rows)
 
 
@@ -73,6 +100,7 @@ def _figures(row: Mapping[str, Any]) -> list[object]:
     latency["tpot_ms"].get("mean"),
     *(latency["e2el_ms"].get(part) for part in ("mean", "p50", "p95")),
     row["hit_rate"],
+    row["availability_frac"],
     row["misses_per_token"],
     row["moved_mb_per_token"],
   ]

@@ -94,7 +94,7 @@ def test_figures_agree_with_the_rows(finished):
       row for row in rows if (row["task"], row["system"]) == (result["task"], result["system"])
     ]
     steps = sum(row["metrics"]["output_tokens"] - 1 for row in part)
-    layers = {name: np.array(values) for name, values in result["layers"].items()}
+    layers = {name: np.array(values) for name, values in result["counters"].items()}
     assert layers["decode_invocations"].tolist() == [4 * steps, 4 * steps]
     assert result["hit_rate"] == layers["decode_hits"].sum() / (8 * steps)
     assert result["misses_per_token"] == pytest.approx(layers["decode_misses"].sum() / steps)
@@ -141,9 +141,9 @@ def test_a_torn_run_goes_on(finished, checkpoint, tmp_path):
   for before, after in zip(summary["results"], resumed["results"], strict=True):
     assert after["accuracy"] == before["accuracy"]
     if (after["system"], after["task"]) != ("lod", TASKS[0]):  # the other three were left whole
-      assert after["layers"]["decode_invocations"] == before["layers"]["decode_invocations"]
+      assert after["counters"]["decode_invocations"] == before["counters"]["decode_invocations"]
     # Steps that were repeated count as tokens and as misses alike.
-    layers = {name: sum(values) for name, values in after["layers"].items()}
+    layers = {name: sum(values) for name, values in after["counters"].items()}
     tokens = layers["decode_invocations"] / 8
     assert after["misses_per_token"] == pytest.approx(layers["decode_misses"] / tokens)
 
@@ -274,6 +274,6 @@ def test_killed_processes_answer_every_item_once(checkpoint, tmp_path):
   assert "misses/token" in last.stdout
   for result in json.loads((workdir / "metrics.json").read_text())["results"]:
     assert result["n"] == 12
-    layers = {name: sum(values) for name, values in result["layers"].items()}
+    layers = {name: sum(values) for name, values in result["counters"].items()}
     assert layers["decode_hits"] < layers["decode_invocations"]
     assert layers["decode_moved_bytes"] == layers["decode_misses"] * 3 * 64 * 16 * 4

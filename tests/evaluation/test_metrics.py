@@ -9,8 +9,17 @@ MEMORY = {"device": {"expert_slots": 10}, "host": {"expert_bank": 40}}
 
 
 def _row(task, system, score, e2el, tpot, counters, error=None, process=1):
-  names = ("decode_invocations", "decode_hits", "decode_misses", "decode_moved_bytes")
-  zero = {"prefill_moved_bytes": [1_000_000, 0]}
+  names = ("invocations", "hits", "misses", "moved_bytes")
+  rest = {
+    "prefetches": [0, 5],
+    "useful_prefetches": [0, 2],
+    "predicted": [0, 6],
+    "substitutions": [1, 0],
+    "evictions": [1, 1],
+    "staged": [3, 0],
+  }
+  given = {f"decode_{name}": values for name, values in zip(names, counters, strict=True)}
+  given |= {f"decode_{name}": values for name, values in rest.items()}
   return {
     "task": task,
     "system": system,
@@ -26,7 +35,7 @@ def _row(task, system, score, e2el, tpot, counters, error=None, process=1):
       "prompt_tokens": 3,
       "output_tokens": 2,
     },
-    "counters": {**dict(zip(names, counters, strict=True)), **zero},
+    "counters": {**given, "prefill_moved_bytes": [1_000_000, 0]},
   }
 
 
@@ -37,10 +46,12 @@ def test_figures():
     _row("math", "lod", 0.0, 30.0, None, ([2, 4], [2, 1], [0, 3], [0, 1_500_000]), "bad", 2),
   ]
   config = EvalConfig(tasks=("math",), systems=("lod",))
-  systems = {"lod": {"memory_bytes": MEMORY, "experts_per_tok": [2, 4]}}
+  system = {"memory_bytes": MEMORY, "experts_per_tok": [2, 4], "predicts": [False, True]}
+  systems = {"lod": system}
   summary = metrics.summarize(rows, systems, config)
   assert summary["memory_bytes"] == {"lod": MEMORY}
   (row,) = summary["results"]
+  assert summary["totals"] == [{**row, "task": "all"}]
   assert (row["task"], row["system"], row["n"], row["num_errors"]) == ("math", "lod", 2, 1)
   assert row["accuracy"] == 0.5
   assert row["e2el_ms"] == {"mean": 10.0, "p50": 10.0, "p95": 10.0}
@@ -51,7 +62,23 @@ def test_figures():
   assert row["moved_mb_per_token"] == pytest.approx(5 / 3)
   assert row["prefill_moved_mb_per_request"] == 1.0
   assert row["num_processes"] == 2
-  assert row["layers"]["decode_misses"] == [1, 9]
+  assert row["counters"]["decode_misses"] == [1, 9]
+  # 3 tokens: 18 invocations, of them 12 in the second layer, which alone predicts.
+  assert row["availability_frac"] == pytest.approx(10 / 18)
+  assert row["recall_frac"] == pytest.approx(12 / 12)
+  assert row["prefetches_per_token"] == pytest.approx(10 / 3)
+  assert row["useful_prefetches_per_token"] == pytest.approx(4 / 3)
+  assert row["wasted_prefetches_per_token"] == pytest.approx(6 / 3)
+  assert row["substitutions_per_token"] == pytest.approx(2 / 3)
+  assert row["evictions_per_token"] == pytest.approx(4 / 3)
+  assert row["loads_per_token"] == pytest.approx((10 + 10 + 6) / 3)
+  first, second = row["layers"]
+  assert first["recall_frac"] is None and second["recall_frac"] == 1.0
+  assert first["hit_rate"] == pytest.approx(5 / 6) and second["hit_rate"] == pytest.approx(3 / 12)
+  assert first["loads_per_token"] == pytest.approx(7 / 3)
+  assert second["moved_mb_per_token"] == pytest.approx(4.5 / 3)
+  summed = {k: v for k, v in row.items() if k.endswith("_per_token")}
+  assert summed == {k: pytest.approx(first[k] + second[k]) for k in summed}
 
 
 def test_distribution_leaves_out_what_does_not_exist():
@@ -63,9 +90,15 @@ def test_distribution_leaves_out_what_does_not_exist():
 def test_rows_are_kept_apart_and_in_order():
   none = ([0, 0],) * 4
   rows = [_row(t, s, 1.0, 1.0, None, none) for s in ("moecore", "lod") for t in ("qa", "math")]
-  systems = {s: {"memory_bytes": MEMORY, "experts_per_tok": [2, 2]} for s in ("moecore", "lod")}
+  system = {"memory_bytes": MEMORY, "experts_per_tok": [2, 2], "predicts": [False, False]}
+  systems = dict.fromkeys(("moecore", "lod"), system)
   config = EvalConfig(tasks=("math", "qa"), systems=("moecore", "lod"))
-  results = metrics.summarize(rows, systems, config)["results"]
+  summary = metrics.summarize(rows, systems, config)
+  results = summary["results"]
+  assert [(t["task"], t["system"], t["n"]) for t in summary["totals"]] == [
+    ("all", "moecore", 2),
+    ("all", "lod", 2),
+  ]
   assert [(r["task"], r["system"], r["n"]) for r in results] == [
     ("math", "moecore", 1),
     ("math", "lod", 1),

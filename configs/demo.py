@@ -3,8 +3,8 @@
     moecore eval --config=configs/demo.py --workdir=/tmp/moecore-demo
     moecore generate --config=configs/demo.py:lod --domain=math --prompt="..."
 
-Presets: none (MoE-CORE, load on demand and all resident are compared), `moecore`, `lod`,
-  `all_resident` (that system alone).
+Presets: none (MoE-CORE, load on demand, layer prefetch and all resident are compared), `moecore`,
+  `lod`, `layer_prefetch`, `all_resident` (that system alone).
 """
 
 from moecore_jax.config import SYSTEMS, EngineConfig, EvalConfig, ResidencyConfig, RunConfig

@@ -6,7 +6,8 @@ the hashable specs that programs are compiled for. A field that may be left open
 ("", 0 or ()) with a stated meaning, never None.
 
 A *system* is a way of serving a model that an evaluation compares: `moecore` (as configured), `lod`
-(load on demand, the baseline) and `all_resident` (every expert on the device, the upper bound).
+(load on demand, the baseline), `layer_prefetch` (whole layers stream through a ring of buffers, the
+other baseline) and `all_resident` (every expert on the device, the upper bound).
 """
 
 import copy
@@ -16,11 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from moecore_jax import allocation as allocation_file
-from moecore_jax import specs
+from moecore_jax import planner, specs
 
 POLICIES: tuple[str, ...] = typing.get_args(specs.PolicyName)
 EXPERT_FORMATS: tuple[str, ...] = typing.get_args(specs.ExpertFormat)
-SYSTEMS = ("moecore", "lod", "all_resident")
+SYSTEMS = ("moecore", "lod", "layer_prefetch", "all_resident")
 
 
 @dataclasses.dataclass
@@ -102,6 +103,27 @@ class StagingConfig:
 
 
 @dataclasses.dataclass
+class LayerPrefetchConfig:
+  """The layer-prefetch baseline: of each group of MoE layers the last are streamed whole through a
+  ring of buffers, in prefill and decode alike; all experts of the others are resident.
+
+  Attributes:
+    enabled: serve so. Slots and staging then only give the budget where `group_layers` is 0; of
+      the residency's other settings only `reset_between_requests` is used.
+    group_layers: MoE layers of a group, >= 0; 0: the choice that keeps most layers resident while
+      these and the ring need no more bytes than all slots and, where it is enabled, staging.
+    streamed_layers: of each group the last so many are streamed, 0..group_layers.
+    prefetch_step: layer buffers of the ring, >= 1; the copy of the streamed layer i + prefetch_step
+      starts after layer i. At most 2 where engine.layer_loop is scanned.
+  """
+
+  enabled: bool = False
+  group_layers: int = 0
+  streamed_layers: int = 0
+  prefetch_step: int = 2
+
+
+@dataclasses.dataclass
 class ResidencyConfig:
   """Which experts stay on the device.
 
@@ -118,6 +140,7 @@ class ResidencyConfig:
     substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
       exact.
     staging: how prefill brings in the layers of long prompts.
+    layer_prefetch: serve by streaming whole layers instead.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
@@ -130,6 +153,7 @@ class ResidencyConfig:
   prefetch: PrefetchConfig = dataclasses.field(default_factory=PrefetchConfig)
   substitution_threshold: float = 0.0
   staging: StagingConfig = dataclasses.field(default_factory=StagingConfig)
+  layer_prefetch: LayerPrefetchConfig = dataclasses.field(default_factory=LayerPrefetchConfig)
   reset_between_requests: bool = False
 
 
@@ -196,7 +220,8 @@ class EvalConfig:
 
   Attributes:
     tasks: names of the tasks, run one after another.
-    systems: systems compared, of moecore, lod and all_resident; each answers every item.
+    systems: systems compared, of moecore, lod, layer_prefetch and all_resident; each answers every
+      item.
     items_per_task: the first so many items of each task; 0: all.
     max_new_tokens: cap on the tokens of an answer; 0: each item's own.
   """
@@ -284,6 +309,7 @@ class RunConfig:
     if not 0 <= rhac.decay < 1:
       raise _fault("residency.rhac.decay", rhac.decay, "0 <= decay < 1", "try 0.98")
     self._validate_prefetch()
+    self._validate_layer_prefetch()
     for name in ("frequency_weight", "average_weight", "score_weight", "age_weight", "age_cap"):
       _at_least(f"residency.rhac.{name}", getattr(rhac, name), 0)
     _at_least("engine.batch_size", eng.batch_size, 1)
@@ -340,6 +366,17 @@ class RunConfig:
       got = res.substitution_threshold
       raise _fault("residency.substitution_threshold", got, "0 <= alpha < 1", "try 0.1")
 
+  def _validate_layer_prefetch(self) -> None:
+    ring, name = self.residency.layer_prefetch, "residency.layer_prefetch"
+    _at_least(f"{name}.group_layers", ring.group_layers, 0)
+    _within(f"{name}.streamed_layers", ring.streamed_layers, 0, ring.group_layers)
+    _at_least(f"{name}.prefetch_step", ring.prefetch_step, 1)
+    if self.engine.layer_loop == "scanned" and ring.prefetch_step > 2:
+      expected = "1 or 2, for engine.layer_loop is scanned"
+      raise _fault(f"{name}.prefetch_step", ring.prefetch_step, expected, "set it to unrolled")
+    if ring.enabled and self.residency.all_resident:
+      raise _fault(f"{name}.enabled", True, "none beside residency.all_resident", "drop one")
+
   def _validate_train(self) -> None:
     train = self.train
     _at_least("train.seed", train.seed, 0)
@@ -394,6 +431,8 @@ class RunConfig:
         expected = f"1..{most}, the experts of MoE layer {i}"
         fix = "lower it, or set residency.all_resident"
         raise _fault(f"residency.{name}", have, expected, fix)
+    if res.layer_prefetch.enabled:
+      return self._freeze_layer_prefetch(model_spec, slots)
     return specs.ResidencySpec(
       policy=typing.cast(specs.PolicyName, res.policy),
       slots=slots,
@@ -402,6 +441,29 @@ class RunConfig:
       substitution_threshold=res.substitution_threshold,
       staging=specs.StagingSpec(**_fields(res.staging)),
       reset_between_requests=res.reset_between_requests,
+    )
+
+  def _freeze_layer_prefetch(
+    self, model_spec: specs.ModelSpec, slots: tuple[int, ...]
+  ) -> specs.ResidencySpec:
+    """Returns the residency that streams layers; `slots` and staging give its budget."""
+    ring, layers = self.residency.layer_prefetch, []
+    for layer in model_spec.moe_layers:
+      group = model_spec.expert_groups[model_spec.group_of(layer)[0]]
+      layers.append((group.num_experts, group.params_per_expert))
+    size, streamed = ring.group_layers, ring.streamed_layers
+    if not size:
+      costs = [count * each for count, each in layers]
+      budget = sum(k * each for k, (_, each) in zip(slots, layers, strict=True))
+      budget += 2 * max(costs) * self.residency.staging.enabled
+      size, streamed = planner.streamed_groups(costs, budget, ring.prefetch_step)
+    spec = specs.LayerPrefetchSpec(size, streamed, ring.prefetch_step)
+    counts = [0 if spec.streams(i) else count for i, (count, _) in enumerate(layers)]
+    return specs.ResidencySpec(
+      "static",
+      tuple(counts),
+      layer_prefetch=spec,
+      reset_between_requests=self.residency.reset_between_requests,
     )
 
   def _slots_by_layer(self, fingerprint: str = "") -> tuple[int, ...]:
@@ -433,8 +495,8 @@ class RunConfig:
     """Returns a copy that serves the same model as another system, on one expert budget.
 
     Args:
-      system: `moecore` (as configured), `lod` (LRU, the same total of slots spread uniformly) or
-        `all_resident`.
+      system: `moecore` (as configured), `lod` (LRU, the same total of slots spread uniformly),
+        `layer_prefetch` or `all_resident`.
 
     Raises:
       ValueError: the system is unknown.
@@ -442,7 +504,8 @@ class RunConfig:
     _one_of("eval.systems", system, SYSTEMS)
     config = copy.deepcopy(self)
     res = config.residency
-    if system != "moecore":
+    if system in ("lod", "all_resident"):
+      res.layer_prefetch.enabled = False
       res.prefetch, res.substitution_threshold = PrefetchConfig(), 0.0
       res.staging = StagingConfig()
     if system == "lod":
@@ -450,6 +513,8 @@ class RunConfig:
       if slots := self._slots_by_layer():
         res.slots_per_layer = sum(slots) // len(slots)
         res.slots, res.allocation = (), ""
+    elif system == "layer_prefetch":
+      res.layer_prefetch.enabled = True
     elif system == "all_resident":
       res.all_resident = True
     return config

@@ -9,7 +9,8 @@ Regions of the device:
     kv_cache         batch rows of the whole context
     expert_slots     the slots of all layers, and a transient row for each expert group
     in_flight_rows   where prefetched experts arrive
-    prefill_staging  two buffers of the largest MoE layer's experts, of those not all in slots
+    layer_buffers    for all experts of the largest MoE layer, of those not all in slots: two for
+                     staged prefill, as many as it asks for under layer prefetch
     tables           slot tables, policy signals, counters, positions
     temporaries      experts and the dense matrix that a program may copy
     activations      the largest program's
@@ -18,6 +19,7 @@ Source: SPEC section 2.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,6 +95,7 @@ class Settings:
     chunk_tokens: the longest piece of a prompt that one program takes.
     in_flight_rows: rows of each expert group for prefetched experts.
     use_staging: prefill streams whole layers through two buffers.
+    ring_layers: layer buffers of layer prefetch; 0: it is off.
   """
 
   slots: tuple[int, ...]
@@ -101,25 +104,27 @@ class Settings:
   chunk_tokens: int = 1
   in_flight_rows: int = 0
   use_staging: bool = False
+  ring_layers: int = 0
 
 
 def regions(demand: Demand, settings: Settings) -> dict[str, int]:
   """Returns the bytes of each region of the device."""
   rows, tokens = settings.batch_size, settings.chunk_tokens
-  slot_bytes = table_bytes = staged_bytes = 0
+  buffers = max(settings.ring_layers, 2 * settings.use_staging)
+  slot_bytes = table_bytes = layer_bytes = 0
   for pool in demand.pools:
     slots = [settings.slots[layer] for layer in pool.layers]
     slot_bytes += (sum(slots) + 1) * pool.expert_bytes
     table_bytes += _INT32_BYTES * (sum(slots) + max(slots))
-    if settings.use_staging and min(slots) < pool.num_experts:
-      staged_bytes = max(staged_bytes, pool.num_experts * pool.expert_bytes)
+    if min(slots) < pool.num_experts:
+      layer_bytes = max(layer_bytes, pool.num_experts * pool.expert_bytes)
   token, head = demand.activation_token_bytes, demand.head_token_bytes
   return {
     "dense_weights": demand.dense_bytes,
     "kv_cache": rows * settings.context_tokens * demand.kv_token_bytes,
     "expert_slots": slot_bytes,
     "in_flight_rows": settings.in_flight_rows * sum(p.expert_bytes for p in demand.pools),
-    "prefill_staging": 2 * staged_bytes,
+    "layer_buffers": buffers * layer_bytes,
     "tables": demand.table_bytes + rows * demand.table_row_bytes + table_bytes,
     "temporaries": demand.temporary_bytes,
     "activations": max(rows * (token + head), tokens * token + head)
@@ -192,8 +197,8 @@ def frees(demand: Demand, settings: Settings) -> dict[str, int]:
 
   Settings that free nothing are left out.
   """
-  step = demand.context_step
-  slots = tuple(max(1, k - 1) for k in settings.slots)
+  step, ring = demand.context_step, settings.ring_layers
+  slots = settings.slots if ring else tuple(max(1, k - 1) for k in settings.slots)
   changes: dict[str, dict[str, Any]] = {
     "residency.slots_per_layer: one slot less in every layer": {"slots": slots},
     f"engine.context_tokens: {step} less": {
@@ -205,6 +210,7 @@ def frees(demand: Demand, settings: Settings) -> dict[str, int]:
     },
     "residency.prefetch.max_experts: 0": {"in_flight_rows": 0},
     "residency.staging.enabled: False": {"use_staging": False},
+    "residency.layer_prefetch.prefetch_step: one less": {"ring_layers": max(ring - 1, ring > 0)},
   }
   needed = needed_bytes(demand, settings)
   freed = {
@@ -222,7 +228,7 @@ def refusal(demand: Demand, settings: Settings, budget_bytes: int) -> str:
     return ""
   listed = ", ".join(f"{name} {show(size)}" for name, size in parts.items() if size)
   ways = []
-  if slots := most_uniform_slots(demand, settings, budget_bytes):
+  if not settings.ring_layers and (slots := most_uniform_slots(demand, settings, budget_bytes)):
     ways.append(f"residency.slots_per_layer to {slots}")
   if tokens := longest_context(demand, settings, budget_bytes):
     ways.append(f"engine.context_tokens to {tokens}")
@@ -235,6 +241,11 @@ def refusal(demand: Demand, settings: Settings, budget_bytes: int) -> str:
 
 def _smallest(demand: Demand, settings: Settings, budget_bytes: int) -> str:
   """Says what is left to do where no single setting suffices."""
+  if settings.ring_layers:
+    return (
+      "no one setting is enough: stream more layers by residency.layer_prefetch, or give a larger "
+      "device.memory_bytes"
+    )
   one_row = dataclasses.replace(settings, batch_size=1)
   small = with_context(one_row, demand.context_step)
   if slots := most_uniform_slots(demand, small, budget_bytes):
@@ -255,6 +266,33 @@ def show(num_bytes: int) -> str:
   if num_bytes >= 1e9:
     return f"{num_bytes / 1e9:.2f} GB"
   return f"{num_bytes / 1e6:.2f} MB"
+
+
+def streamed_groups(
+  layer_bytes: Sequence[int], budget_bytes: int, ring_layers: int
+) -> tuple[int, int]:
+  """Chooses the layers that layer prefetch streams.
+
+  Args:
+    layer_bytes: all experts of each MoE layer.
+    budget_bytes: for the resident layers and the ring together.
+    ring_layers: buffers, each as large as the largest streamed layer.
+
+  Returns:
+    (G, n): of each G layers, the last group may be shorter, those from place G - n on are streamed.
+    Of all choices within the budget the one that leaves most bytes resident, of several the one
+    with the smallest groups, which spreads the resident layers; (1, 1) where nothing fits.
+  """
+  best, most = (1, 1), -1
+  for size in range(1, len(layer_bytes) + 1):
+    for streamed in range(size + 1):
+      resident = [i % size < size - streamed for i in range(len(layer_bytes))]
+      kept = sum(itertools.compress(layer_bytes, resident))
+      ring = [b for b, stays in zip(layer_bytes, resident, strict=True) if not stays]
+      needed = kept + min(ring_layers, len(ring)) * max(ring, default=0)
+      if needed <= budget_bytes and kept > most:
+        best, most = (size, streamed), kept
+  return best
 
 
 def prefetch_bound(

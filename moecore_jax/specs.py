@@ -256,6 +256,30 @@ class StagingSpec:
   reuses_residents: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerPrefetchSpec:
+  """The layer-prefetch baseline: some layers are streamed whole, in prefill and decode alike.
+
+  Attributes:
+    group_layers: MoE layers of a group; the last group may be shorter. 0: no layer is streamed.
+    streamed_layers: of each group so many are streamed: those from place group_layers -
+      streamed_layers on.
+    prefetch_step: layer buffers; the copy of the streamed layer i + prefetch_step starts when the
+      streamed layer i is done.
+
+  Source: SPEC section 10.
+  """
+
+  group_layers: int = 0
+  streamed_layers: int = 0
+  prefetch_step: int = 2
+
+  def streams(self, moe_index: int) -> bool:
+    """Tells whether a MoE layer is streamed."""
+    size, streamed = self.group_layers, self.streamed_layers
+    return bool(size) and moe_index % size >= size - streamed
+
+
 PolicyName = Literal["rhac", "lru", "lfu", "fifo", "random", "static"]
 
 
@@ -266,12 +290,13 @@ class ResidencySpec:
   Attributes:
     policy: replacement policy.
     slots: decode slots K_l of each MoE layer, in layer order; the length is the number of MoE
-      layers.
+      layers. 0 where the layer is streamed.
     rhac: settings of the policy `rhac`, unused by the others.
     prefetch: copies ahead of the routing, in decode.
     substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
       exact.
     staging: how prefill brings in the layers of long prompts.
+    layer_prefetch: which layers are streamed whole instead; experts are then not prefetched.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
   """
 
@@ -281,6 +306,7 @@ class ResidencySpec:
   prefetch: PrefetchSpec = PrefetchSpec()
   substitution_threshold: float = 0.0
   staging: StagingSpec = StagingSpec()
+  layer_prefetch: LayerPrefetchSpec = LayerPrefetchSpec()
   reset_between_requests: bool = False
 
 

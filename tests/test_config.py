@@ -27,6 +27,7 @@ def _model_spec(num_experts: int = 32, num_layers: int = 4) -> specs.ModelSpec:
     ("", "rhac", 12, config_lib.SYSTEMS),
     (":moecore", "rhac", 12, ("moecore",)),
     (":lod", "lru", 12, ("lod",)),
+    (":layer_prefetch", "static", 0, ("layer_prefetch",)),
     (":all_resident", "rhac", 32, ("all_resident",)),
   ],
 )
@@ -91,6 +92,9 @@ def test_names_may_be_listed_with_commas(text):
     (DEMO, ("sampling.top_p=0",), ("sampling.top_p",)),
     (DEMO, ("eval.systems=moecore,fast",), ("eval.systems", "fast")),
     (DEMO, ("eval.tasks=math,math",), ("eval.tasks", "distinct")),
+    (DEMO, ("residency.layer_prefetch.streamed_layers=1",), ("streamed_layers", "0..0")),
+    (DEMO, ("residency.layer_prefetch.prefetch_step=3",), ("prefetch_step", "scanned", "unrolled")),
+    (DEMO + ":all_resident", ("residency.layer_prefetch.enabled=1",), ("all_resident", "drop one")),
     (DEMO + ":fast", (), ("demo.py", "fast", "all_resident")),
     ("configs/nowhere.py", (), ("configs/nowhere.py",)),
     ("configs", (), ("configs",)),
@@ -158,6 +162,29 @@ def test_freeze_keeps_each_layers_slots():
   assert config.residency.slots == (1, 2, 3, 32)
 
 
+@pytest.mark.parametrize(
+  ("changes", "staging", "slots", "numbers"),
+  [
+    ({}, False, (0, 0, 0, 0), (1, 1)),  # two buffers alone are larger than 48 slots
+    ({}, True, (32, 0, 0, 0), (4, 3)),  # one layer and two buffers in 48 slots and two buffers
+    ({"prefetch_step": 1}, True, (32, 0, 32, 0), (2, 1)),
+    ({"group_layers": 3, "streamed_layers": 2}, True, (32, 0, 0, 32), (3, 2)),
+    ({"group_layers": 3}, True, (32, 32, 32, 32), (3, 0)),
+  ],
+)
+def test_layer_prefetch_takes_the_budget_or_the_given_numbers(changes, staging, slots, numbers):
+  config = config_lib.RunConfig(residency=config_lib.ResidencyConfig(slots_per_layer=12))
+  config.residency.layer_prefetch = config_lib.LayerPrefetchConfig(**changes)
+  config.residency.staging.enabled = staging
+  config.residency.prefetch.max_experts = 1
+  residency = config.for_system("layer_prefetch").freeze(_model_spec())[0]
+  assert residency.slots == slots
+  got = residency.layer_prefetch
+  assert (got.group_layers, got.streamed_layers) == numbers
+  assert (residency.prefetch, residency.staging) == (specs.PrefetchSpec(), specs.StagingSpec())
+  assert config.freeze(_model_spec())[0].slots == (12,) * 4
+
+
 def test_wrong_types_from_python_are_named():
   for name, kind, _ in config_lib.leaves(config_lib.RunConfig()):
     config = config_lib.RunConfig()
@@ -177,7 +204,7 @@ def test_every_field_is_documented():
       assert f"\n    {field.name}: " in f"\n{cls.__doc__}", f"{cls.__name__}.{field.name}"
       if dataclasses.is_dataclass(field.type):
         queue.append(field.type)
-  assert len(queue) == 11
+  assert len(queue) == 12
 
 
 def test_config_dict_is_plain():

@@ -34,7 +34,7 @@ def test_the_published_plan_of_84_slots():
     "dense_weights": 8.5,
     "kv_cache": 2.5,
     "expert_slots": 45.7,
-    "prefill_staging": 6.5,
+    "layer_buffers": 6.5,
   }
   assert round(sum(parts.values()) / GB, 1) == 63.2
   assert round(FLASH.bank_bytes / GB) == 139
@@ -47,7 +47,7 @@ def test_the_published_context_of_28_slots(cap, left_gb, thousand_tokens):
   budget = int(0.95 * cap)
   none = planner.regions(GLM, uniform(75, 28, 0))
   assert round(none["expert_slots"] / GB, 1) == 39.8
-  assert round(none["prefill_staging"] / GB, 1) == 9.7
+  assert round(none["layer_buffers"] / GB, 1) == 9.7
   assert (budget - sum(none.values())) / GB == pytest.approx(left_gb, abs=0.07)
   longest = planner.longest_context(GLM, uniform(75, 28, 0), budget)
   assert longest / 1000 == pytest.approx(thousand_tokens, abs=0.7)
@@ -78,7 +78,7 @@ def test_every_region_by_hand():
     "kv_cache": 2 * 256 * 30,
     "expert_slots": (3 + 4 + 1) * 1000 + (5 + 1) * 5000,
     "in_flight_rows": 2 * (1000 + 5000),
-    "prefill_staging": 2 * 16 * 5000,  # of the largest layer, which is the second
+    "layer_buffers": 2 * 16 * 5000,  # of the largest layer, which is the second
     "tables": 500 + 2 * 13 + 4 * (3 + 4 + 4 + 5 + 5),
     "temporaries": 9000,
     "activations": 64 * 40 + 300 + 2 * 7,
@@ -159,6 +159,45 @@ def test_refusals_say_what_is_needed_and_what_would_fit(budget, words):
   assert "\n" not in message
   for word in ("the device needs 0.3", "dense_weights 0.07 MB", *words):
     assert word in message
+
+
+def test_published_groups_of_streamed_layers():
+  """43 layers, of which 19 stay beside four buffers; 75, none of which stay."""
+  layer = 256 * 12_650_000
+  assert planner.streamed_groups([layer] * 43, 23 * layer, 4) == (7, 4)
+  assert planner.streamed_groups([layer] * 75, 4 * layer, 4) == (1, 1)
+  assert planner.streamed_groups([layer] * 43, 43 * layer, 4) == (1, 0)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=7), st.integers(1, 3), st.integers(0, 40))
+def test_streamed_groups_keep_the_most_that_fits(layers, ring, budget):
+  size, streamed = planner.streamed_groups(layers, budget, ring)
+
+  def cost(size, streamed):
+    flows = [i % size >= size - streamed for i in range(len(layers))]
+    kept = sum(b for b, f in zip(layers, flows, strict=True) if not f)
+    flowing = [b for b, f in zip(layers, flows, strict=True) if f]
+    return kept, kept + min(ring, len(flowing)) * max(flowing, default=0)
+
+  choices = [(g, n) for g in range(1, len(layers) + 1) for n in range(g + 1)]
+  fitting = [cost(*choice)[0] for choice in choices if cost(*choice)[1] <= budget]
+  if fitting:
+    assert cost(size, streamed)[0] == max(fitting)
+    assert cost(size, streamed)[1] <= budget
+  else:
+    assert (size, streamed) == (1, 1)
+
+
+def test_a_ring_is_counted_and_not_told_to_change_its_slots():
+  ring = dataclasses.replace(SETTINGS, slots=(0, 16, 8), use_staging=False, ring_layers=3)
+  assert planner.regions(TWO_POOLS, ring)["layer_buffers"] == 3 * 8 * 1000
+  frees = planner.frees(TWO_POOLS, ring)
+  assert frees["residency.layer_prefetch.prefetch_step: one less"] == 8000
+  assert not [name for name in frees if "slots" in name or "staging" in name]
+  for budget in (250_000, 200_000):
+    message = planner.refusal(TWO_POOLS, ring, budget)
+    assert "slots" not in message.partition(";")[2]
+  assert "stream more layers" in message
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,13 @@ def init_tables(num_experts: int, slots: Sequence[int], max_slots: int | None = 
 
   Args:
     num_experts: experts of each layer (N).
-    slots: K_l of each layer of the group, 1..N.
+    slots: K_l of each layer of the group, 0..N; no expert of a layer without slots is loaded by
+      itself.
     max_slots: K_max, width of a layer's slice; the largest of `slots` by default. Programs that
       serve several allocations need the largest of them all.
 
   Raises:
-    ValueError: N is outside 1..1024, `slots` is empty, a K_l is outside 1..N, or `max_slots` is
+    ValueError: N is outside 1..1024, `slots` is empty, a K_l is outside 0..N, or `max_slots` is
       smaller than one of them or larger than N.
   """
   if not 1 <= num_experts <= _MAX_EXPERTS:
@@ -87,8 +88,8 @@ def init_tables(num_experts: int, slots: Sequence[int], max_slots: int | None = 
   if not slots:
     raise ValueError("slots is empty, expected one number for each layer of the group")
   for layer, count in enumerate(slots):
-    if not 1 <= count <= num_experts:
-      raise ValueError(f"slots[{layer}] is {count}, expected 1..{num_experts}, the layer's experts")
+    if not 0 <= count <= num_experts:
+      raise ValueError(f"slots[{layer}] is {count}, expected 0..{num_experts}, the layer's experts")
   max_slots = max(slots) if max_slots is None else max_slots
   if not max(slots) <= max_slots <= num_experts:
     raise ValueError(f"max_slots is {max_slots}, expected {max(slots)}..{num_experts}")

@@ -42,7 +42,15 @@ def decode_step(
   x = program_lib.embed(program, params, state.token)[:, None]
   tokens = stack.Tokens(position[:, None], active[:, None], jnp.int32(0))
   layers = stack.run_layers(
-    program, DECODE, params, banks, dataclasses.replace(state, key=layer_key), x, tokens, ops
+    program,
+    DECODE,
+    params,
+    banks,
+    dataclasses.replace(state, key=layer_key),
+    x,
+    tokens,
+    ops,
+    program.streamed,
   )
   with jax.named_scope("head"):
     logits = program_lib.head(program, params, layers.x[:, 0])

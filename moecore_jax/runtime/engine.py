@@ -392,7 +392,9 @@ class Engine:
     )
 
   def memory_report(self) -> dict[str, dict[str, int]]:
-    """Returns bytes by memory and region, of the arrays that exist, not of a plan."""
+    """Returns bytes by memory and region: of the arrays that exist, and of the buffers for whole
+    layers that programs hold while they run.
+    """
     pools = [group.pool for group in self.state.groups]
     device = {
       "dense_weights": _bytes(self.params),
@@ -400,7 +402,16 @@ class Engine:
       "kv_cache": _bytes(self.state.kv),
     }
     device["tables"] = _bytes(self.state) - device["expert_slots"] - device["kv_cache"]
+    device["layer_buffers"] = self._layer_buffer_bytes()
     return {"device": device, "host": {"expert_bank": _bytes(self.banks)}}
+
+  def _layer_buffer_bytes(self) -> int:
+    """Returns the bytes of the buffers for whole layers, 0 where none is staged."""
+    segments = [self.program.segments[s] for s in self._thresholds]
+    num_layers = sum(segment.length for segment in segments)
+    experts = [self.model_spec.expert_groups[segment.group].num_experts for segment in segments]
+    sizes = [self._expert_bytes()[s.moe_start] * n for s, n in zip(segments, experts, strict=True)]
+    return min(num_layers, self.program.layer_prefetch.prefetch_step) * int(max(sizes, default=0))
 
 
 def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
@@ -418,8 +429,9 @@ def _warn_of_few_slots(model_spec: ModelSpec, residency: ResidencySpec) -> None:
   """Warns of layers that cannot hold the experts of one token (SPEC section 5: K_l < k_l)."""
   few = [
     f"layer {layer}: {slots} of {k}"
-    for layer, slots in zip(model_spec.moe_layers, residency.slots, strict=True)
-    if slots < (k := cast(MoESpec, model_spec.layers[layer].mlp).router.num_experts_per_tok)
+    for i, (layer, slots) in enumerate(zip(model_spec.moe_layers, residency.slots, strict=True))
+    if not residency.layer_prefetch.streams(i)
+    and slots < (k := cast(MoESpec, model_spec.layers[layer].mlp).router.num_experts_per_tok)
   ]
   if few:
     logging.warning(

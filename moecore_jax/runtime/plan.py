@@ -122,13 +122,16 @@ def make_plan(
     group.pool["down"].shape[0] - sum(part) - 1
     for group, part in zip(state.groups, slots, strict=True)
   ]
+  program = make_program(model, residency, engine)
+  num_streamed = sum(program.segments[s].length for s in program.streamed)
   settings = planner.Settings(
     slots=residency.slots,
     context_tokens=engine.context_tokens,
     batch_size=engine.batch_size,
     chunk_tokens=engine.prefill_buckets[-1],
     in_flight_rows=max(in_flight, default=0),
-    use_staging=bool(staging_thresholds(make_program(model, residency, engine), residency)),
+    use_staging=residency.staging.enabled and bool(staging_thresholds(program, residency)),
+    ring_layers=min(num_streamed, residency.layer_prefetch.prefetch_step),
   )
   bank_bytes = sum(
     group.num_rows * expert_bytes(group, fmt)

@@ -15,6 +15,7 @@ from moecore_jax.models.transformer import DecoderLayer
 from moecore_jax.residency import policy as policies
 from moecore_jax.specs import (
   EngineSpec,
+  LayerPrefetchSpec,
   LayerSpec,
   ModelSpec,
   MoESpec,
@@ -46,6 +47,7 @@ class Segment:
     group: index of the expert group, -1 for dense layers.
     group_start: index of the first layer within the group.
     prefetch_count: experts that are copied ahead for each of the layers when any are.
+    is_streamed: the layers are copied whole in every step.
   """
 
   start: int
@@ -55,6 +57,7 @@ class Segment:
   group: int = -1
   group_start: int = -1
   prefetch_count: int = 0
+  is_streamed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Program:
     prefetch: copies ahead of the routing.
     substitution_threshold: alpha of approximate substitution; 0 is exact.
     staging: how prefill brings in the layers of long prompts.
+    layer_prefetch: which layers are streamed, and how many layers are buffered.
   """
 
   model: ModelSpec
@@ -83,6 +87,7 @@ class Program:
   prefetch: PrefetchSpec
   substitution_threshold: float
   staging: StagingSpec
+  layer_prefetch: LayerPrefetchSpec
 
   def __hash__(self) -> int:
     return self._hash  # taken at every dispatch, so not worked out anew
@@ -100,11 +105,11 @@ class Program:
 
   def prefetch_count(self, layer: int) -> int:
     """Returns n_l, how many experts are copied ahead for a layer when any are; the first MoE layer
-    has no prediction.
+    has no prediction, and none is made where whole layers are streamed.
     """
     moe_layers, prefetch = self.model.moe_layers, self.prefetch
     mlp = self.model.layers[layer].mlp
-    if layer == moe_layers[0] or not isinstance(mlp, MoESpec):
+    if layer == moe_layers[0] or not isinstance(mlp, MoESpec) or self.layer_prefetch.group_layers:
       return 0
     count = min(prefetch.max_experts, mlp.router.num_experts_per_tok)
     if prefetch.link_experts:
@@ -116,16 +121,26 @@ class Program:
     """The layers in order, cut as `engine.layer_loop` says."""
     model, cuts = self.model, []
     for i, layer in enumerate(model.layers):
-      scanned = self.engine.layer_loop == "scanned"
-      count = self.prefetch_count(i)
-      if scanned and cuts and (cuts[-1].layer, cuts[-1].prefetch_count) == (layer, count):
+      cut = Segment(i, 1, layer)
+      if isinstance(layer.mlp, MoESpec):
+        moe_index, count = model.moe_layers.index(i), self.prefetch_count(i)
+        streams = self.layer_prefetch.streams(moe_index)
+        cut = Segment(i, 1, layer, moe_index, *model.group_of(i), count, streams)
+      if self.engine.layer_loop == "scanned" and cuts and _are_alike(cuts[-1], cut):
         cuts[-1] = dataclasses.replace(cuts[-1], length=cuts[-1].length + 1)
-      elif isinstance(layer.mlp, MoESpec):
-        group, index = model.group_of(i)
-        cuts.append(Segment(i, 1, layer, model.moe_layers.index(i), group, index, count))
       else:
-        cuts.append(Segment(i, 1, layer))
+        cuts.append(cut)
     return tuple(cuts)
+
+  @property
+  def streamed(self) -> tuple[int, ...]:
+    """Segments whose layers are copied whole in every step."""
+    return tuple(s for s, segment in enumerate(self.segments) if segment.is_streamed)
+
+
+def _are_alike(a: Segment, b: Segment) -> bool:
+  """Tells whether one trace serves the layers of both."""
+  return (a.layer, a.prefetch_count, a.is_streamed) == (b.layer, b.prefetch_count, b.is_streamed)
 
 
 def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> Program:
@@ -140,6 +155,7 @@ def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec)
     residency.prefetch,
     residency.substitution_threshold,
     residency.staging,
+    residency.layer_prefetch,
   )
 
 
@@ -153,15 +169,15 @@ def staging_thresholds(program: Program, residency: ResidencySpec) -> dict[int, 
   """Returns N*, the prompt tokens from which a segment's layers are staged: {segment: tokens}.
 
   Layers that are scanned together are staged together, from the largest of their thresholds; a
-  layer that can hold all its experts is never staged.
+  layer that can hold all its experts is never staged. Streamed layers are staged from 0 tokens on.
 
-  Source: SPEC section 8.
+  Source: SPEC sections 8 and 10.
   """
+  model, thresholds = program.model, dict.fromkeys(program.streamed, 0)
   if not program.staging.enabled:
-    return {}
-  model, thresholds = program.model, {}
+    return thresholds
   for s, segment in enumerate(program.segments):
-    if segment.group < 0:
+    if segment.group < 0 or segment.is_streamed:
       continue
     group = model.expert_groups[segment.group]
     slots = residency.slots[segment.moe_start : segment.moe_start + segment.length]

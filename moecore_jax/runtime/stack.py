@@ -79,12 +79,15 @@ class _Flow(NamedTuple):
     x: stream [B, T, D], after the attention of the layer that `inputs` belongs to.
     inputs: of the routed experts of that layer; at the end, those of the last.
     buffer: all experts of that layer where it is staged, else None.
+    done: the stream after each of the last staged layers, one for each layer buffer, the oldest
+      first; empty where no layer is staged.
     groups, counters, hits: as in Out.
   """
 
   x: jax.Array
   inputs: routed_lib.Inputs
   buffer: ExpertArrays | None
+  done: tuple[jax.Array, ...]
   groups: tuple[GroupState, ...]
   counters: jax.Array
   hits: jax.Array
@@ -104,11 +107,16 @@ class _Step(NamedTuple):
   is_busy: jax.Array
 
   def stage(
-    self, s: int | None, offset: jax.Array, groups: tuple[GroupState, ...], after: jax.Array
+    self,
+    s: int | None,
+    offset: jax.Array,
+    groups: tuple[GroupState, ...],
+    done: tuple[jax.Array, ...],
   ) -> ExpertArrays | None:
-    """Starts the copy of a whole layer, if it is staged; `after` comes first."""
+    """Copies a whole layer, if it is staged, from when the oldest buffer is free."""
     if s not in self.staged:
       return None
+    after = done[0]
     segment = self.program.segments[s]
     bank, group = self.banks[segment.group], groups[segment.group]
     index = segment.group_start + offset
@@ -171,19 +179,20 @@ def run_layers(
     x: embeddings [B, T, D].
     tokens: where the tokens stand.
     ops: how routed experts run.
-    staged: segments whose layers are copied whole; in prefill only.
+    staged: segments whose layers are copied whole.
   """
   is_other = jnp.arange(state.active.shape[0], dtype=jnp.int32) != tokens.row
   is_busy = jnp.any(state.active & is_other)
   step = _Step(program, phase, params, banks, tokens, state.key, ops, staged, is_busy)
   first, *others = _ways(program)
   caches: Caches = dict(enumerate(state.kv))
-  buffer = step.stage(first.segment, jnp.int32(0), state.groups, x)
+  done = (x,) * (program.layer_prefetch.prefetch_step if staged else 0)
+  buffer = step.stage(first.segment, jnp.int32(0), state.groups, done)
   written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first))
   caches |= written
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
-  flow = _Flow(x, inputs, buffer, state.groups, state.counters[phase], hits)
+  flow = _Flow(x, inputs, buffer, done, state.groups, state.counters[phase], hits)
   chosen = []
   s: int | None = first.segment
   for following in others:
@@ -285,12 +294,14 @@ def _transition(
     x = flow.x + y.reshape(flow.x.shape)
     return after, _approach(step, way, next_offset, x, caches)
 
-  counts, buffer = prepared.counts, None
+  counts, buffer, done = prepared.counts, None, flow.done
   if ahead is None:
-    buffer = step.stage(way.segment, next_offset, groups, flow.x)
     pool = group.pool if flow.buffer is None else flow.buffer
     _, (caches, x, inputs) = advance({segment.group: pool}, caches)
-    if flow.buffer is not None and program.staging.fill != "none":
+    if flow.buffer is not None:
+      done = (*done[1:], x)
+    buffer = step.stage(way.segment, next_offset, groups, done)
+    if flow.buffer is not None and program.staging.fill != "none" and not segment.is_streamed:
       order = staging.warm_order(program, group, index, flow.inputs)
       group, evictions = staging.fill_slots(
         program, segment.group, group, index, flow.buffer, order, step.is_busy
@@ -311,6 +322,7 @@ def _transition(
     x,
     flow.inputs if inputs is None else inputs,
     buffer,
+    done,
     groups,
     counters,
     flow.hits + prepared.hits,

@@ -272,8 +272,8 @@ def test_prefill_priority_follows_the_profile_else_recency():
   ("num_experts", "slots", "max_slots", "message"),
   [
     (4, (), None, "slots is empty"),
-    (4, (2, 0), None, r"slots\[1\] is 0, expected 1..4"),
-    (4, (5,), None, r"slots\[0\] is 5, expected 1..4"),
+    (4, (2, -1), None, r"slots\[1\] is -1, expected 0..4"),
+    (4, (5,), None, r"slots\[0\] is 5, expected 0..4"),
     (4, (2, 3), 2, "max_slots is 2, expected 3..4"),
     (4, (2, 3), 5, "max_slots is 5, expected 3..4"),
     (2000, (2,), None, "num_experts is 2000, expected 1..1024"),

@@ -70,8 +70,8 @@ def test_staging_is_planned_where_layers_are_staged():
     for slots in ((3, 3, 3, 3), (8, 8, 8, 12))
   )
   largest = 12 * 3 * 32 * 24 * 4
-  assert planner.regions(some.demand, some.settings)["prefill_staging"] == 2 * largest
-  assert planner.regions(all_.demand, all_.settings)["prefill_staging"] == 0
+  assert planner.regions(some.demand, some.settings)["layer_buffers"] == 2 * largest
+  assert planner.regions(all_.demand, all_.settings)["layer_buffers"] == 0
 
 
 def test_the_demo_models_plan_equals_its_engine():

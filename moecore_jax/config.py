@@ -7,11 +7,13 @@ the hashable specs that programs are compiled for. A field that may be left open
 
 A *system* is a way of serving a model that an evaluation compares: `moecore` (as configured), `lod`
 (load on demand, the baseline), `layer_prefetch` (whole layers stream through a ring of buffers, the
-other baseline) and `all_resident` (every expert on the device, the upper bound).
+other baseline) and `all_resident` (every expert on the device, the upper bound). A *variant* is a
+system of a config's own. Both are changes of residency fields.
 """
 
 import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +23,21 @@ from moecore_jax import planner, specs
 
 POLICIES: tuple[str, ...] = typing.get_args(specs.PolicyName)
 EXPERT_FORMATS: tuple[str, ...] = typing.get_args(specs.ExpertFormat)
-SYSTEMS = ("moecore", "lod", "layer_prefetch", "all_resident")
+
+_ON_DEMAND = {
+  "residency.prefetch.max_experts": 0,
+  "residency.substitution_threshold": 0.0,
+  "residency.staging.enabled": False,
+  "residency.layer_prefetch.enabled": False,
+}
+_CHANGES: dict[str, dict[str, Any]] = {
+  "moecore": {},
+  "lod": {**_ON_DEMAND, "residency.policy": "lru", "residency.is_uniform": True},
+  "layer_prefetch": {"residency.layer_prefetch.enabled": True},
+  "all_resident": {**_ON_DEMAND, "residency.all_resident": True},
+}
+"""What each system changes of a config."""
+SYSTEMS = tuple(_CHANGES)
 
 
 @dataclasses.dataclass
@@ -134,7 +150,8 @@ class ResidencyConfig:
     slots: the same for each MoE layer by itself, in layer order; empty: `slots_per_layer`
       everywhere.
     allocation: JSON file of `moecore allocate` that gives `slots`; empty: none.
-    all_resident: hold every expert on the device; the three above are then unused.
+    is_uniform: spread the total of `slots` or `allocation` evenly, rounded down.
+    all_resident: hold every expert on the device; the four above are then unused.
     rhac: settings of the policy `rhac`.
     prefetch: copies ahead of the routing.
     substitution_threshold: alpha of approximate expert substitution in decode, 0 <= alpha < 1; 0 is
@@ -148,6 +165,7 @@ class ResidencyConfig:
   slots_per_layer: int = 8
   slots: tuple[int, ...] = ()
   allocation: str = ""
+  is_uniform: bool = False
   all_resident: bool = False
   rhac: RhacConfig = dataclasses.field(default_factory=RhacConfig)
   prefetch: PrefetchConfig = dataclasses.field(default_factory=PrefetchConfig)
@@ -220,14 +238,17 @@ class EvalConfig:
 
   Attributes:
     tasks: names of the tasks, run one after another.
-    systems: systems compared, of moecore, lod, layer_prefetch and all_resident; each answers every
-      item.
+    systems: systems compared, of moecore, lod, layer_prefetch, all_resident and the variants; each
+      answers every item.
+    variants: further systems: name to the residency fields that it changes, such as {"lfu":
+      {"residency.policy": "lfu"}}.
     items_per_task: the first so many items of each task; 0: all.
     max_new_tokens: cap on the tokens of an answer; 0: each item's own.
   """
 
   tasks: tuple[str, ...] = ("math", "qa", "code", "agent")
   systems: tuple[str, ...] = SYSTEMS
+  variants: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
   items_per_task: int = 0
   max_new_tokens: int = 0
 
@@ -344,11 +365,21 @@ class RunConfig:
       names = getattr(self.eval, name)
       if not names or len(set(names)) < len(names):
         raise _fault(f"eval.{name}", names, "distinct names, at least one", "list each once")
+    self._validate_variants()
     for system in self.eval.systems:
-      _one_of("eval.systems", system, SYSTEMS)
+      _one_of("eval.systems", system, self.systems)
     _at_least("eval.items_per_task", self.eval.items_per_task, 0)
     _at_least("eval.max_new_tokens", self.eval.max_new_tokens, 0)
     self._validate_train()
+
+  def _validate_variants(self) -> None:
+    fields = [name for name, _, _ in leaves(self) if name.startswith("residency.")]
+    for variant, changes in self.eval.variants.items():
+      name = f"eval.variants[{variant!r}]"
+      if variant in SYSTEMS:
+        raise _fault(name, changes, f"a name besides {', '.join(SYSTEMS)}", "rename it")
+      if not isinstance(changes, dict) or not set(changes) <= set(fields):
+        raise _fault(name, changes, "a dict of residency fields", "see moecore eval --help")
 
   def _validate_prefetch(self) -> None:
     res, prefetch = self.residency, self.residency.prefetch
@@ -423,6 +454,8 @@ class RunConfig:
       if len(slots) != len(experts):
         expected = f"one number for each of the {len(experts)} MoE layers"
         raise _fault(f"residency.{source}", slots, expected, "or set residency.slots_per_layer")
+      if res.is_uniform:
+        slots = (sum(slots) // len(slots),) * len(slots)
     else:
       slots = (res.slots_per_layer,) * len(experts)
     for i, (have, most) in enumerate(zip(slots, experts, strict=True)):
@@ -491,32 +524,26 @@ class RunConfig:
       raise _fault("residency.prefetch.link_experts", bounds, expected, "or leave it empty")
     return specs.PrefetchSpec(**_fields(prefetch))
 
+  @property
+  def systems(self) -> tuple[str, ...]:
+    """The names that `for_system` takes."""
+    return (*SYSTEMS, *self.eval.variants)
+
   def for_system(self, system: str) -> "RunConfig":
     """Returns a copy that serves the same model as another system, on one expert budget.
 
     Args:
       system: `moecore` (as configured), `lod` (LRU, the same total of slots spread uniformly),
-        `layer_prefetch` or `all_resident`.
+        `layer_prefetch`, `all_resident` or a variant.
 
     Raises:
       ValueError: the system is unknown.
     """
-    _one_of("eval.systems", system, SYSTEMS)
+    _one_of("eval.systems", system, self.systems)
     config = copy.deepcopy(self)
-    res = config.residency
-    if system in ("lod", "all_resident"):
-      res.layer_prefetch.enabled = False
-      res.prefetch, res.substitution_threshold = PrefetchConfig(), 0.0
-      res.staging = StagingConfig()
-    if system == "lod":
-      res.policy = "lru"
-      if slots := self._slots_by_layer():
-        res.slots_per_layer = sum(slots) // len(slots)
-        res.slots, res.allocation = (), ""
-    elif system == "layer_prefetch":
-      res.layer_prefetch.enabled = True
-    elif system == "all_resident":
-      res.all_resident = True
+    for name, value in (_CHANGES | self.eval.variants)[system].items():
+      *path, last = name.split(".")
+      setattr(functools.reduce(getattr, path, config), last, copy.deepcopy(value))
     return config
 
   def to_dict(self) -> dict[str, Any]:

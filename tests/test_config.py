@@ -44,7 +44,7 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
 
 def test_overrides_reach_every_leaf():
   """Every field takes a value of its type from text; bools and floats get another one."""
-  skipped = {"model.published_config"}  # a dict, not for the command line
+  skipped = {"model.published_config", "eval.variants"}  # dicts, not for the command line
   for name, kind, value in config_lib.leaves(moecore.load_config(DEMO)):
     if name in skipped:
       continue
@@ -160,6 +160,43 @@ def test_freeze_keeps_each_layers_slots():
   assert (lod.policy, lod.slots) == ("lru", (9, 9, 9, 9))
   assert config.for_system("all_resident").freeze(_model_spec())[0].slots == (32,) * 4
   assert config.residency.slots == (1, 2, 3, 32)
+
+
+def test_a_variant_is_a_system():
+  config = config_lib.RunConfig(residency=config_lib.ResidencyConfig(slots=(1, 2, 3, 33)))
+  config.eval.variants = {"lfu": {"residency.policy": "lfu", "residency.slots": (4, 4, 4, 4)}}
+  config.eval.systems = ("moecore", "lfu")
+  residency, _, _ = config.for_system("lfu").freeze(_model_spec())
+  assert (residency.policy, residency.slots) == ("lfu", (4, 4, 4, 4))
+  assert config.for_system("lfu").for_system("lfu") == config.for_system("lfu")
+  assert config.for_system("moecore") == config
+  assert config.residency.policy == "rhac"
+  assert config.to_dict()["eval"]["variants"]["lfu"]["residency.slots"] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+  ("variants", "words"),
+  [
+    ({"lod": {}}, ("eval.variants['lod']", "a name besides moecore, lod")),
+    ({"x": {"residency.polcy": "lru"}}, ("eval.variants['x']", "residency fields")),
+    ({"x": {"engine.batch_size": 3}}, ("eval.variants['x']", "residency fields")),
+    ({"x": 3}, ("eval.variants['x']", "residency fields")),
+  ],
+)
+def test_other_variants_are_refused(variants, words):
+  config = config_lib.RunConfig()
+  config.eval.variants = variants
+  with pytest.raises(ValueError) as e:
+    config.validate()
+  for word in words:
+    assert word in str(e.value)
+
+
+def test_a_variants_values_are_checked():
+  config = config_lib.RunConfig()
+  config.eval.variants = {"x": {"residency.policy": "lr"}}
+  with pytest.raises(ValueError, match=r"residency\.policy: got 'lr'"):
+    config.for_system("x").freeze(_model_spec())
 
 
 @pytest.mark.parametrize(

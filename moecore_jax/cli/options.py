@@ -87,7 +87,7 @@ def _help(command: str, about: str, values: flags.FlagValues, use_config: bool) 
     lines += [
       f"  {name} = {value!r}"
       for name, _, value in leaves(RunConfig())
-      if name != "model.published_config"
+      if not isinstance(value, dict)
     ]
     lines += ["", "Their meanings: pydoc moecore_jax.config"]
   print("\n".join(lines))

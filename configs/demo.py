@@ -1,4 +1,5 @@
-"""The demo model: 32 experts a layer in host memory, 12 of them on the device.
+"""The demo model: 32 experts a layer in host memory, 12 of them on the device; one is copied ahead
+of each layer's routing, and layers are staged whole for prompts. All of it is exact.
 
     moecore eval --config=configs/demo.py --workdir=/tmp/moecore-demo
     moecore generate --config=configs/demo.py:lod --domain=math --prompt="..."
@@ -7,13 +8,26 @@ Presets: none (MoE-CORE, load on demand, layer prefetch and all resident are com
   `lod`, `layer_prefetch`, `all_resident` (that system alone).
 """
 
-from moecore_jax.config import SYSTEMS, EngineConfig, EvalConfig, ResidencyConfig, RunConfig
+from moecore_jax.config import (
+  SYSTEMS,
+  EngineConfig,
+  EvalConfig,
+  PrefetchConfig,
+  ResidencyConfig,
+  RunConfig,
+  StagingConfig,
+)
 
 
 def get_config(preset: str = "") -> RunConfig:
   """Returns the config of a preset, "" for the comparison of all systems."""
   config = RunConfig(
-    residency=ResidencyConfig(policy="rhac", slots_per_layer=12),
+    residency=ResidencyConfig(
+      policy="rhac",
+      slots_per_layer=12,
+      prefetch=PrefetchConfig(max_experts=1),
+      staging=StagingConfig(enabled=True),
+    ),
     engine=EngineConfig(
       batch_size=2,
       context_tokens=256,

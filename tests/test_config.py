@@ -24,18 +24,20 @@ def _model_spec(num_experts: int = 32, num_layers: int = 4) -> specs.ModelSpec:
 @pytest.mark.parametrize(
   ("preset", "policy", "slots", "systems"),
   [
-    ("", "rhac", 12, config_lib.SYSTEMS),
-    (":moecore", "rhac", 12, ("moecore",)),
-    (":lod", "lru", 12, ("lod",)),
-    (":layer_prefetch", "static", 0, ("layer_prefetch",)),
-    (":all_resident", "rhac", 32, ("all_resident",)),
+    ("", "rhac", (12,) * 4, config_lib.SYSTEMS),
+    (":moecore", "rhac", (12,) * 4, ("moecore",)),
+    (":lod", "lru", (12,) * 4, ("lod",)),
+    (":layer_prefetch", "static", (32, 0, 0, 0), ("layer_prefetch",)),
+    (":all_resident", "rhac", (32,) * 4, ("all_resident",)),
   ],
 )
 def test_demo_presets_freeze(preset, policy, slots, systems):
   config = moecore.load_config(DEMO + preset)
   residency, engine, device = config.freeze(_model_spec())
   assert residency.policy == policy
-  assert residency.slots == (slots,) * 4
+  assert residency.slots == slots
+  is_moecore = preset in ("", ":moecore")
+  assert (residency.prefetch.max_experts, residency.staging.enabled) == (is_moecore, is_moecore)
   assert config.eval.systems == systems
   assert engine == specs.EngineSpec(2, 256, (64,), 128, layer_loop="scanned")
   assert device == specs.DeviceSpec()

@@ -99,7 +99,12 @@ def test_figures_agree_with_the_rows(finished):
     assert result["hit_rate"] == layers["decode_hits"].sum() / (8 * steps)
     assert result["misses_per_token"] == pytest.approx(layers["decode_misses"].sum() / steps)
     expert_bytes = 3 * 64 * 16 * 4
-    assert (layers["decode_moved_bytes"] == layers["decode_misses"] * expert_bytes).all()
+    loads = layers["decode_misses"] + layers["decode_prefetches"]
+    assert (layers["decode_moved_bytes"] == loads * expert_bytes).all()
+    assert result["loads_per_token"] == pytest.approx(loads.sum() / steps)
+    predicts = result["system"] == "moecore"
+    assert [layer["recall_frac"] is not None for layer in result["layers"]] == [False, predicts]
+    assert (layers["prefill_staged"].sum() > 0) == predicts
     assert result["num_processes"] == 1
     assert result["ttft_ms"]["mean"] < result["e2el_ms"]["mean"]
   memory = summary["memory_bytes"]["lod"]
@@ -239,7 +244,7 @@ def test_killed_processes_answer_every_item_once(checkpoint, tmp_path):
   command = [sys.executable, "-m", "moecore_jax.cli.main", "eval", "--config=configs/demo.py"]
   changes = {"eval.items_per_task": 12, "eval.systems": "lod"}
   command += [f"--config.{override}" for override in _overrides(checkpoint, changes)]
-  command += [f"--workdir={workdir}"]
+  command += [f"--workdir={workdir}", "--layers"]
   cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
   cache["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   log = workdir / "results.jsonl"
@@ -271,7 +276,7 @@ def test_killed_processes_answer_every_item_once(checkpoint, tmp_path):
   rows = _rows(workdir)
   items = [("lod", task, item.id) for task in TASKS for item in tasks.load_items(task, 12)]
   assert sorted(_keys(rows)) == sorted(items)
-  assert "misses/token" in last.stdout
+  assert "misses/token" in last.stdout and "wasted/token" in last.stdout
   for result in json.loads((workdir / "metrics.json").read_text())["results"]:
     assert result["n"] == 12
     layers = {name: sum(values) for name, values in result["counters"].items()}

@@ -17,6 +17,8 @@ from moecore_jax.families.keymap import Path
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
+_CPU_ALIGNMENT = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
@@ -98,23 +100,38 @@ def place_dense(pieces: Iterable[assemble.DensePiece], wanted: dict[str, Any]) -
     for part in path[:-1]:
       node, at = node.setdefault(part, {}), at[part]
     name, leaf = path[-1], at[path[-1]]
-    if array.shape == leaf.shape:
-      # A copy of its own: a device on the host may keep it.
-      node[name] = jax.device_put(np.array(array, leaf.dtype, order="C"), leaf.sharding)
+    assert start == incomplete.pop(path, 0), f"entries of {path} do not follow"
+    end = start + array.shape[axis]
+    if not start:
+      node[name] = _allocate(leaf, in_pieces=end < leaf.shape[axis])
+    if isinstance(node[name], np.ndarray):
+      node[name][(*[slice(None)] * axis, slice(start, end))] = array
     else:
-      assert start == incomplete.pop(path, 0), f"entries of {path} do not follow"
-      whole = node[name] if start else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-      entries = np.asarray(array, leaf.dtype)
-      node[name] = _write_entries(whole, entries, np.int32(start), axis)
-      end = start + array.shape[axis]
-      if end < leaf.shape[axis]:
-        incomplete[path] = end
-      del whole, entries
+      entries = np.asarray(array, leaf.dtype, order="C")
+      node[name] = _write_entries(node[name], entries, np.int32(start), axis)
+      del entries
     del array
-    node[name].block_until_ready()
+    if end < leaf.shape[axis]:
+      incomplete[path] = end
+    else:
+      node[name] = jax.device_put(node[name], leaf.sharding)
+    jax.block_until_ready(node[name])
   assert not incomplete, f"entries are missing: {incomplete}"
   template.check_against(params, wanted)
   return params
+
+
+def _allocate(leaf: jax.ShapeDtypeStruct, in_pieces: bool) -> np.ndarray | jax.Array:
+  """Returns an array to fill: NumPy memory, which a device on the host takes over as it is aligned,
+  or, for what comes in pieces, another device's own: on its way a whole would be twice on the host.
+  """
+  (device,) = leaf.sharding.device_set
+  if in_pieces and device.platform != "cpu":
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+  num_bytes = memory.num_bytes(leaf.shape, leaf.dtype)
+  raw = np.empty(num_bytes + _CPU_ALIGNMENT, np.uint8)
+  first = -raw.ctypes.data % _CPU_ALIGNMENT
+  return raw[first : first + num_bytes].view(leaf.dtype).reshape(leaf.shape)
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -292,18 +292,46 @@ def test_rows_that_no_chunk_writes_are_found(tmp_path, monkeypatch, lost):
     loading.fill_banks(chunks, template.bank_template(opened.spec, "float32"))
 
 
-@pytest.mark.parametrize("lost", [0, 1, -1])
-def test_entries_that_no_piece_writes_are_found(lost):
-  at = memory.placement("device")
-  wanted = {"a": {"kernel": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=at)}}
-  pieces = [
-    assemble.DensePiece(("a", "kernel"), 1, start, np.ones((4, 2), np.float32))
+def _pieces():
+  return [
+    assemble.DensePiece(("a", "kernel"), 1, start, np.full((4, 2), start, np.float32))
     for start in (0, 2, 4)
   ]
-  np.testing.assert_array_equal(loading.place_dense(pieces, wanted)["a"]["kernel"], np.ones((4, 6)))
+
+
+def _wanted(dtype):
+  at = memory.placement("device")
+  return {"a": {"kernel": jax.ShapeDtypeStruct((4, 6), dtype, sharding=at)}}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_dense_weights_are_filled_on_either_side(monkeypatch, dtype, is_on_host):
+  """In NumPy memory that a device on the host takes over, or on the device."""
+  filled = []
+
+  def allocate(leaf, in_pieces):
+    assert in_pieces
+    array = allocate_array(leaf, in_pieces) if is_on_host else jnp.zeros(leaf.shape, leaf.dtype)
+    filled.append(array)
+    return filled[-1]
+
+  allocate_array = loading._allocate
+  monkeypatch.setattr(loading, "_allocate", allocate)
+  kernel = loading.place_dense(_pieces(), _wanted(dtype))["a"]["kernel"]
+  np.testing.assert_array_equal(kernel, np.tile([0, 0, 2, 2, 4, 4], (4, 1)).astype(dtype))
+  if is_on_host:
+    assert kernel.unsafe_buffer_pointer() == filled[0].ctypes.data
+  else:
+    assert filled[0].is_deleted(), "donated"
+
+
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_entries_that_no_piece_writes_are_found(lost):
+  pieces = _pieces()
   del pieces[lost]
   with pytest.raises(AssertionError, match="entries"):
-    loading.place_dense(pieces, wanted)
+    loading.place_dense(pieces, _wanted(jnp.float32))
 
 
 def test_loaded_is_frozen(tmp_path):

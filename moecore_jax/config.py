@@ -551,6 +551,29 @@ class RunConfig:
     return _plain(dataclasses.asdict(self))
 
 
+def from_plain(kind: Any, value: Any) -> Any:
+  """Returns what `to_dict`, or `dataclasses.asdict` and JSON, made of a tree of dataclasses with
+  fields of simple types, as it was.
+
+  Args:
+    kind: type of the tree.
+    value: what became of it; what is left out of it has its default.
+
+  Raises:
+    ValueError: a field is unknown.
+  """
+  if not dataclasses.is_dataclass(kind):
+    return tuple(value) if isinstance(value, list) else value
+  if value is None:
+    return None
+  hints = typing.get_type_hints(kind)
+  unknown = sorted(set(value) - set(hints))
+  if unknown:
+    raise ValueError(f"{kind.__name__} has an unknown field {unknown[0]!r}")
+  make: Any = kind
+  return make(**{name: from_plain(hints[name], field) for name, field in value.items()})
+
+
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
   """Yields (dotted name, annotated type, value) of each leaf of a tree of dataclasses."""
   for field in dataclasses.fields(config):

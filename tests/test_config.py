@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 
 import pytest
 from absl import flags
@@ -253,6 +254,16 @@ def test_config_dict_is_plain():
   changed = copy.deepcopy(config)
   changed.residency.rhac.window = 3
   assert changed.to_dict() != plain
+
+
+def test_a_config_comes_back_from_json():
+  config = moecore.load_config(DEMO, ("residency.slots=3", "residency.slots=4", "eval.tasks=qa"))
+  config.model.published_config = {"rope_scaling": {"factor": 40.0}, "eos_token_id": [1, 2]}
+  plain = json.loads(json.dumps(config.to_dict()))
+  assert config_lib.from_plain(config_lib.RunConfig, plain) == config
+  plain["residency"]["rhac"]["windows"] = 3
+  with pytest.raises(ValueError, match="RhacConfig has an unknown field 'windows'"):
+    config_lib.from_plain(config_lib.RunConfig, plain)
 
 
 def test_flag_sets_are_independent():

@@ -8,13 +8,13 @@ import dataclasses
 import json
 import os
 import pathlib
-import typing
 import zipfile
 import zlib
 from typing import Any
 
 import numpy as np
 
+from moecore_jax.config import from_plain
 from moecore_jax.specs import ResidencySpec
 from moecore_jax.traces.trace import OPTIONAL_PER_TOKEN, PER_TOKEN, Events, Trace
 
@@ -85,7 +85,7 @@ def from_arrays(arrays: dict[str, np.ndarray], source: str) -> Trace:
     return Trace(
       **fields,
       events=Events(*events) if events else None,
-      residency=_from_json(ResidencySpec, _json(arrays, "residency")),
+      residency=from_plain(ResidencySpec, _json(arrays, "residency")),
       seed=int(arrays["seed"]) if "seed" in arrays else None,
       meta=_json(arrays, "meta") or {},
     )
@@ -117,17 +117,3 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def _json(arrays: dict[str, np.ndarray], name: str) -> Any:
   return json.loads(str(arrays[name])) if name in arrays else None
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-  """Returns what `dataclasses.asdict` and JSON made of a dataclass of simple types, as it was."""
-  if not dataclasses.is_dataclass(kind):
-    return tuple(value) if isinstance(value, list) else value
-  if value is None:
-    return None
-  hints = typing.get_type_hints(kind)
-  unknown = sorted(set(value) - set(hints))
-  if unknown:
-    raise ValueError(f"residency has an unknown field {unknown[0]!r}")
-  make: Any = kind
-  return make(**{name: _from_json(hints[name], field) for name, field in value.items()})

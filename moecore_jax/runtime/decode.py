@@ -70,7 +70,10 @@ def decode_step(
     counters=state.counters.at[DECODE].set(layers.counters),
     key=key,
   )
-  return new_state, StepOut(token, active, is_active, logits, layers.topk_ids, layers.hits)
+  told = layers.told
+  return new_state, StepOut(
+    token, active, is_active, logits, told.topk_ids, layers.hits, told.scores, told.predicted
+  )
 
 
 jit_decode_step = functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)(decode_step)

@@ -29,6 +29,7 @@ from moecore_jax.runtime import state as state_lib
 from moecore_jax.runtime.decode import jit_decode_step
 from moecore_jax.runtime.prefill import Chunk, PrefillOut, jit_prefill_chunk
 from moecore_jax.runtime.program import Params
+from moecore_jax.runtime.recording import Recorder
 from moecore_jax.runtime.requests import (
   Completion,
   Request,
@@ -89,6 +90,9 @@ class Engine:
     banks: stored experts of each expert group, pinned host memory.
     tokenizer: None: prompts are token ids.
     domains: domains that a request may name; None: any.
+    recorder: gets what every call chose; with one, programs give selection scores and predictions,
+      too.
+    fingerprint: names the weights; "": unknown.
   """
 
   def __init__(
@@ -100,11 +104,14 @@ class Engine:
     banks: tuple[ExpertArrays, ...],
     tokenizer: tokenizers.Tokenizer | None = None,
     domains: Sequence[str] | None = None,
+    recorder: Recorder | None = None,
+    fingerprint: str = "",
   ):
     _warn_of_few_slots(model_spec, residency)
     self.model_spec, self.residency, self.spec = model_spec, residency, spec
-    self.tokenizer, self.domains = tokenizer, domains
-    self.program = program_lib.make_program(model_spec, residency, spec)
+    self.tokenizer, self.domains, self.fingerprint = tokenizer, domains, fingerprint
+    self._recorder, self._num_calls = recorder, 0
+    self.program = program_lib.make_program(model_spec, residency, spec, recorder is not None)
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
@@ -116,13 +123,16 @@ class Engine:
     self._running: dict[int, _Running] = {}
 
   @classmethod
-  def from_checkpoint(cls, path: str | None, config: RunConfig) -> "Engine":
+  def from_checkpoint(
+    cls, path: str | None, config: RunConfig, recorder: Recorder | None = None
+  ) -> "Engine":
     """Loads a checkpoint and builds its engine.
 
     Args:
       path: folder of a converted (Orbax) or published (safetensors) checkpoint; None: the demo
         model.
       config: residency, engine, sampling and device settings.
+      recorder: as of the class.
 
     Raises:
       ValueError: the config does not fit the model or the device's memory, or the checkpoint is
@@ -136,7 +146,16 @@ class Engine:
     )
     residency, spec, _ = config.freeze(loaded.spec, loaded.fingerprint)
     tokenizer = _read_tokenizer(loaded.tokenizer_path) if loaded.tokenizer_path else None
-    return cls(loaded.spec, residency, spec, loaded.params, loaded.banks, tokenizer)
+    return cls(
+      loaded.spec,
+      residency,
+      spec,
+      loaded.params,
+      loaded.banks,
+      tokenizer,
+      recorder=recorder,
+      fingerprint=loaded.fingerprint,
+    )
 
   def warm_up(self) -> None:
     """Compiles all programs that `generate` runs, by running them without a token."""
@@ -157,7 +176,12 @@ class Engine:
   # Rows, one at a time.
 
   def prefill(
-    self, row: int, token_ids: Sequence[int], max_new_tokens: int, all_logits: bool = False
+    self,
+    row: int,
+    token_ids: Sequence[int],
+    max_new_tokens: int,
+    all_logits: bool = False,
+    domain: str | None = None,
   ) -> Prefilled:
     """Puts a prompt in a row, in place of whatever the row held, and draws the first token.
 
@@ -166,7 +190,10 @@ class Engine:
       token_ids: the prompt, at least one token.
       max_new_tokens: tokens to generate, the first included; 0 leaves the row inactive.
       all_logits: give the logits of every prompt token.
+      domain: of the prompt, None where unknown.
     """
+    if self._recorder is not None:
+      self._recorder.on_admission(self._num_calls, row, domain, None)
     tokens = np.asarray(token_ids, np.int32)
     largest, outs, staged = self.spec.prefill_buckets[-1], [], self._staged(len(tokens))
     for offset in range(0, len(tokens), largest):
@@ -189,6 +216,9 @@ class Engine:
   def decode_step(self) -> StepOut:
     """Decodes one token in every active row; the outputs stay on the device until read."""
     self.state, out = jit_decode_step(self.program, self.params, self.banks, self.state)
+    if self._recorder is not None:
+      self._recorder.on_decode(self._num_calls, out)
+    self._num_calls += 1
     return out
 
   def release(self, row: int) -> None:
@@ -199,6 +229,8 @@ class Engine:
     """Empties the slot pool, its tables and the policy's signals, all together."""
     empty = jax.jit(lambda: state_lib.init_state(self.program, self.residency).groups)()
     self.state = dataclasses.replace(self.state, groups=_committed(empty))
+    if self._recorder is not None:
+      self._recorder.on_reset(self._num_calls)
 
   def _staged(self, prompt_tokens: int) -> tuple[int, ...]:
     """Returns the segments that a prompt of this length stages."""
@@ -213,6 +245,11 @@ class Engine:
     self.state, out = jit_prefill_chunk(
       self.program, self.params, self.banks, self.state, chunk, all_logits, staged
     )
+    if self._recorder is not None:
+      segments = [self.program.segments[s] for s in staged]
+      layers = [s.moe_start + i for s in segments for i in range(s.length)]
+      self._recorder.on_prefill(self._num_calls, row, len(piece), layers, out)
+    self._num_calls += 1
     return out
 
   # Whole requests.
@@ -305,7 +342,7 @@ class Engine:
       request, len(tokens), TextStream(self.tokenizer, request.stop), time.perf_counter()
     )
     self._running[row] = running
-    prefilled = self.prefill(row, tokens, request.max_new_tokens)
+    prefilled = self.prefill(row, tokens, request.max_new_tokens, domain=request.domain)
     running.first_token_time = time.perf_counter()
     yield from self._take(row, prefilled.token, prefilled.is_active, on_token)
 
@@ -375,13 +412,14 @@ class Engine:
         enumerate(("decode", "prefill")), enumerate(state_lib.COUNTERS)
       )
     }
-    expert_bytes = self._expert_bytes()
+    expert_bytes = self.expert_bytes()
     for phase in ("decode", "prefill"):
       loads = sum(figures[f"{phase}_{name}"] for name in ("misses", "prefetches", "staged"))
       figures[f"{phase}_moved_bytes"] = loads * expert_bytes
     return figures
 
-  def _expert_bytes(self) -> np.ndarray:
+  def expert_bytes(self) -> np.ndarray:
+    """Returns the stored bytes of one expert of each MoE layer, int64 [MoE layers]."""
     groups = [
       self.model_spec.expert_groups[self.model_spec.group_of(i)[0]]
       for i in self.model_spec.moe_layers
@@ -410,7 +448,7 @@ class Engine:
     segments = [self.program.segments[s] for s in self._thresholds]
     num_layers = sum(segment.length for segment in segments)
     experts = [self.model_spec.expert_groups[segment.group].num_experts for segment in segments]
-    sizes = [self._expert_bytes()[s.moe_start] * n for s, n in zip(segments, experts, strict=True)]
+    sizes = [self.expert_bytes()[s.moe_start] * n for s, n in zip(segments, experts, strict=True)]
     return min(num_layers, self.program.layer_prefetch.prefetch_step) * int(max(sizes, default=0))
 
 

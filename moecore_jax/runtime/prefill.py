@@ -25,12 +25,17 @@ class PrefillOut(NamedTuple):
     logits: float32 [V] after the chunk's last token, or [T, V] of all tokens.
     topk_ids: uint16 [MoE layers, T, A], chosen experts in top-k order, 65535 for padding.
     hits: int32 [T], invocations whose expert was resident when the layer routed.
+    scores: float32 [MoE layers, T, N], selection scores, -inf beyond a layer's experts; None unless
+      the program records.
+    predicted: uint16 [MoE layers, T, A], 65535: prefill predicts nothing; None likewise.
   """
 
   token: Int32[Array, ""]
   logits: Float32[Array, "..."]
   topk_ids: UInt16[Array, "L T A"]
   hits: Int32[Array, "T"]
+  scores: Float32[Array, "L T N"] | None = None
+  predicted: UInt16[Array, "L T A"] | None = None
 
 
 class Chunk(NamedTuple):
@@ -118,7 +123,10 @@ def prefill_chunk(
     counters=state.counters.at[PREFILL].set(layers.counters),
     key=key,
   )
-  return new_state, PrefillOut(token, logits, layers.topk_ids, layers.hits)
+  told = layers.told
+  return new_state, PrefillOut(
+    token, logits, told.topk_ids, layers.hits, told.scores, told.predicted
+  )
 
 
 jit_prefill_chunk = functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)(

@@ -77,6 +77,7 @@ class Program:
     substitution_threshold: alpha of approximate substitution; 0 is exact.
     staging: how prefill brings in the layers of long prompts.
     layer_prefetch: which layers are streamed, and how many layers are buffered.
+    records: calls give selection scores and predictions, too.
   """
 
   model: ModelSpec
@@ -88,6 +89,7 @@ class Program:
   substitution_threshold: float
   staging: StagingSpec
   layer_prefetch: LayerPrefetchSpec
+  records: bool = False
 
   def __hash__(self) -> int:
     return self._hash  # taken at every dispatch, so not worked out anew
@@ -143,7 +145,9 @@ def _are_alike(a: Segment, b: Segment) -> bool:
   return (a.layer, a.prefetch_count, a.is_streamed) == (b.layer, b.prefetch_count, b.is_streamed)
 
 
-def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> Program:
+def make_program(
+  model: ModelSpec, residency: ResidencySpec, engine: EngineSpec, records: bool = False
+) -> Program:
   """Returns the program of an engine."""
   max_slots = tuple(max(slots) for slots in group_slots(model, residency))
   return Program(
@@ -156,6 +160,7 @@ def make_program(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec)
     residency.substitution_threshold,
     residency.staging,
     residency.layer_prefetch,
+    records,
   )
 
 

@@ -52,6 +52,22 @@ class Ops(NamedTuple):
 ROUTED = Ops()
 
 
+class Told(NamedTuple):
+  """What leaves the program of the routing of one layer, or of all with a leading layer axis; A and
+  N are those of the widest layer.
+
+  Attributes:
+    topk_ids: uint16 [T, A], chosen experts, NO_EXPERT for none.
+    scores: float32 [T, N], selection scores, -inf beyond the layer's experts; None unless the
+      program records.
+    predicted: uint16 [T, A], what was predicted of the layer, NO_EXPERT for none; None likewise.
+  """
+
+  topk_ids: jax.Array
+  scores: jax.Array | None
+  predicted: jax.Array | None
+
+
 class Out(NamedTuple):
   """What the layers give.
 
@@ -61,7 +77,7 @@ class Out(NamedTuple):
     groups: residency of each expert group.
     counters: int32 [MoE layers, len(COUNTERS)] of the step's phase, this step added.
     hits: int32 [B * T], invocations that count as hits.
-    topk_ids: uint16 [MoE layers, B * T, A], chosen experts.
+    told: of the MoE layers.
   """
 
   x: jax.Array
@@ -69,7 +85,7 @@ class Out(NamedTuple):
   groups: tuple[GroupState, ...]
   counters: jax.Array
   hits: jax.Array
-  topk_ids: jax.Array
+  told: Told
 
 
 class _Flow(NamedTuple):
@@ -193,7 +209,7 @@ def run_layers(
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
   flow = _Flow(x, inputs, buffer, done, state.groups, state.counters[phase], hits)
-  chosen = []
+  told = []
   s: int | None = first.segment
   for following in others:
     assert s is not None
@@ -204,13 +220,13 @@ def run_layers(
       def body(carry, offset, s: int = s, within=within):
         flow, caches = carry
         out = _transition(step, s, offset, within, offset + 1, flow, caches)
-        return out, _chosen(program, flow.inputs)
+        return out, _tell(program, flow.inputs)
 
       offsets = jnp.arange(segment.length - 1, dtype=jnp.int32)
-      (flow, written), ids = lax.scan(body, (flow, _pick(caches, within)), offsets)
+      (flow, written), earlier = lax.scan(body, (flow, _pick(caches, within)), offsets)
       caches |= written
-      chosen.append(ids)
-    chosen.append(_chosen(program, flow.inputs)[None])
+      told.append(earlier)
+    told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
     last = jnp.int32(segment.length - 1)
     flow, written = _transition(
       step, s, last, following, jnp.int32(0), flow, _pick(caches, following)
@@ -218,7 +234,8 @@ def run_layers(
     caches |= written
     s = following.segment
   kv = tuple(caches[i] for i in range(len(caches)))
-  return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, jnp.concatenate(chosen))
+  of_layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *told)
+  return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, of_layers)
 
 
 def _ways(program: Program) -> list[_Way]:
@@ -236,11 +253,30 @@ def _pick(caches: Caches, way: _Way) -> Caches:
   return {s: caches[s] for s in way.caches}
 
 
-def _chosen(program: Program, inputs: routed_lib.Inputs) -> jax.Array:
-  """Returns the chosen experts of a layer, uint16 [T, A of the widest layer]."""
-  width = max(g.num_experts_per_tok for g in program.model.expert_groups)
-  ids = jnp.where(inputs.valid[:, None], inputs.routing.topk_ids, NO_EXPERT).astype(jnp.uint16)
-  return jnp.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=NO_EXPERT)
+def _tell(program: Program, inputs: routed_lib.Inputs) -> Told:
+  """Returns what leaves the program of a layer's routing."""
+  groups = program.model.expert_groups
+  fan_out, most_experts = (
+    max(g.num_experts_per_tok for g in groups),
+    max(g.num_experts for g in groups),
+  )
+
+  def widen(x, width, fill):
+    return jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
+
+  def as_ids(is_expert, topk_ids):
+    ids = jnp.where(is_expert, topk_ids, NO_EXPERT).astype(jnp.uint16)
+    return widen(ids, fan_out, NO_EXPERT)
+
+  chosen = as_ids(inputs.valid[:, None], inputs.routing.topk_ids)
+  if not program.records:
+    return Told(chosen, None, None)
+  scores, predicted = inputs.routing.selection_scores, inputs.prediction.topk_ids
+  return Told(
+    chosen,
+    widen(scores, most_experts, -jnp.inf),
+    as_ids(predicted < scores.shape[1], predicted),
+  )
 
 
 def _transition(

@@ -98,6 +98,10 @@ class StepOut(NamedTuple):
     logits: float32 [B, V].
     topk_ids: uint16 [MoE layers, B, A], chosen experts in top-k order, 65535 for none.
     hits: int32 [B], invocations of the row that count as hits.
+    scores: float32 [MoE layers, B, N], selection scores, -inf beyond a layer's experts; None unless
+      the program records.
+    predicted: uint16 [MoE layers, B, A], what the layer before predicted, in top-k order, 65535 for
+      none; None likewise.
   """
 
   token: Int32[Array, "B"]
@@ -106,6 +110,8 @@ class StepOut(NamedTuple):
   logits: Float32[Array, "B V"]
   topk_ids: UInt16[Array, "L B A"]
   hits: Int32[Array, "B"]
+  scores: Float32[Array, "L B N"] | None = None
+  predicted: UInt16[Array, "L B A"] | None = None
 
 
 def init_state(program: Program, residency: ResidencySpec) -> DecodeState:

@@ -1,7 +1,7 @@
 """Tiny random models and a driver that decodes with them, for tests of the runtime."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +89,11 @@ def random_model(spec: ModelSpec, engine: EngineSpec, seed: int = 0) -> Model:
   return Model(spec, params, tuple(banks))
 
 
-def make_engine(model: Model, residency: ResidencySpec, engine: EngineSpec) -> Engine:
-  """Returns an engine over a random model."""
-  return Engine(model.spec, residency, engine, model.params, model.banks)
+def make_engine(
+  model: Model, residency: ResidencySpec, engine: EngineSpec, **kwargs: Any
+) -> Engine:
+  """Returns an engine over a random model; further arguments go to `Engine`."""
+  return Engine(model.spec, residency, engine, model.params, model.banks, **kwargs)
 
 
 class Trace(NamedTuple):

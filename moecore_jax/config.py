@@ -29,11 +29,12 @@ _ON_DEMAND = {
   "residency.substitution_threshold": 0.0,
   "residency.staging.enabled": False,
   "residency.layer_prefetch.enabled": False,
+  "residency.profiles": "",
 }
 _CHANGES: dict[str, dict[str, Any]] = {
   "moecore": {},
   "lod": {**_ON_DEMAND, "residency.policy": "lru", "residency.is_uniform": True},
-  "layer_prefetch": {"residency.layer_prefetch.enabled": True},
+  "layer_prefetch": {"residency.layer_prefetch.enabled": True, "residency.profiles": ""},
   "all_resident": {**_ON_DEMAND, "residency.all_resident": True},
 }
 """What each system changes of a config."""
@@ -159,6 +160,8 @@ class ResidencyConfig:
     staging: how prefill brings in the layers of long prompts.
     layer_prefetch: serve by streaming whole layers instead.
     reset_between_requests: empty the cache before each request instead of keeping what is resident.
+    profiles: file of `moecore profile` that ranks the experts by the domain of each request; empty:
+      none.
   """
 
   policy: str = "rhac"
@@ -173,6 +176,7 @@ class ResidencyConfig:
   staging: StagingConfig = dataclasses.field(default_factory=StagingConfig)
   layer_prefetch: LayerPrefetchConfig = dataclasses.field(default_factory=LayerPrefetchConfig)
   reset_between_requests: bool = False
+  profiles: str = ""
 
 
 @dataclasses.dataclass

@@ -4,6 +4,8 @@ While a layer computes, the next layer's router is applied early; its best exper
 are candidates. Either none or a fixed number of them is copied, into in-flight rows of the pool.
 When the next layer has routed, each arrival is used at once, kept by its priority, or dropped.
 
+A prefill copies ahead what a warm start lacks, by the same ways (`warm_candidates`).
+
 Whatever is issued, the prediction is scored; a layer whose predictions are seldom right issues
 nothing until they are again.
 
@@ -75,6 +77,31 @@ def predict(
     jnp.all(is_candidate) & is_allowed,
     jnp.where(valid[:, None], topk_ids, num_experts),
   )
+
+
+def warm_candidates(
+  warm_rank: Int32[Array, "N"],
+  resident: Bool[Array, "N"],
+  num_slots: Int32[Array, ""],
+  count: int,
+) -> Int32[Array, "n"]:
+  """Returns what the warm start of a layer lacks, the hottest first.
+
+  Args:
+    warm_rank: place in the warm-start order, 0 is the hottest; all 0 where there is no profile.
+    resident: experts that lie in a slot.
+    num_slots: K_l; the warm start wants the K_l hottest.
+    count: n_l, 1..N.
+
+  Returns:
+    int32 [n_l] experts, -1 behind the last; none without a profile.
+
+  Source: SPEC section 4.
+  """
+  num_experts = warm_rank.shape[0]
+  is_wanted = ~resident & (warm_rank < num_slots) & jnp.any(warm_rank > 0)
+  values, experts = lax.top_k(jnp.where(is_wanted, -warm_rank, -num_experts), count)
+  return jnp.where(values > -num_experts, experts.astype(jnp.int32), -1)
 
 
 def num_useful(prediction: Prediction, member: Bool[Array, "N"]) -> Int32[Array, ""]:

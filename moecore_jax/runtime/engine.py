@@ -6,6 +6,7 @@ joins the decode step. Nothing of a step passes through Python but the tokens dr
 """
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import time
@@ -19,10 +20,12 @@ import tokenizers
 from absl import logging
 
 from moecore_jax import checkpoint
+from moecore_jax.checkpoint import store
 from moecore_jax.config import RunConfig
 from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.quantization import formats
+from moecore_jax.residency.profiles import ProfileSet
 from moecore_jax.runtime import plan
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.runtime import state as state_lib
@@ -38,6 +41,7 @@ from moecore_jax.runtime.requests import (
   prompt_tokens,
 )
 from moecore_jax.runtime.state import DecodeState, StepOut
+from moecore_jax.runtime.warm_start import WarmStart, read_profiles
 from moecore_jax.specs import EngineSpec, ExpertFormat, ModelSpec, MoESpec, ResidencySpec
 
 DEMO = pathlib.Path(__file__).parents[1] / "assets" / "demo"
@@ -90,6 +94,8 @@ class Engine:
     banks: stored experts of each expert group, pinned host memory.
     tokenizer: None: prompts are token ids.
     domains: domains that a request may name; None: any.
+    profiles: rank the experts at each admission by the request's domain; an unknown or absent
+      domain takes the merged profile.
     recorder: gets what every call chose; with one, programs give selection scores and predictions,
       too.
     fingerprint: names the weights; "": unknown.
@@ -104,6 +110,7 @@ class Engine:
     banks: tuple[ExpertArrays, ...],
     tokenizer: tokenizers.Tokenizer | None = None,
     domains: Sequence[str] | None = None,
+    profiles: ProfileSet | None = None,
     recorder: Recorder | None = None,
     fingerprint: str = "",
   ):
@@ -111,7 +118,10 @@ class Engine:
     self.model_spec, self.residency, self.spec = model_spec, residency, spec
     self.tokenizer, self.domains, self.fingerprint = tokenizer, domains, fingerprint
     self._recorder, self._num_calls = recorder, 0
-    self.program = program_lib.make_program(model_spec, residency, spec, recorder is not None)
+    self.program = program_lib.make_program(
+      model_spec, residency, spec, recorder is not None, profiles is not None
+    )
+    self._warm_start = None if profiles is None else WarmStart(self.program, profiles)
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
@@ -138,9 +148,12 @@ class Engine:
       ValueError: the config does not fit the model or the device's memory, or the checkpoint is
         missing, corrupt or of another shape. A config is refused before weights are read.
     """
-    plan.freeze(config, checkpoint.read_spec(path or DEMO))
+    folder = str(path or DEMO)
+    model, known = checkpoint.read_spec(folder), _known_fingerprint(folder)
+    plan.freeze(config, model, known)
+    read_profiles(config, model, known)
     loaded = checkpoint.load(
-      str(path or DEMO),
+      folder,
       dtype=jnp.dtype(config.engine.dtype),
       expert_format=cast(ExpertFormat, config.engine.expert_format),
     )
@@ -153,6 +166,7 @@ class Engine:
       loaded.params,
       loaded.banks,
       tokenizer,
+      profiles=read_profiles(config, loaded.spec, loaded.fingerprint),
       recorder=recorder,
       fingerprint=loaded.fingerprint,
     )
@@ -168,6 +182,8 @@ class Engine:
       for staged in {self._staged(n) for n in (*lengths, longest)}:
         self._run_chunk(nothing, bucket, 0, 0, 0, False, staged)
       floor = bucket
+    if self._warm_start is not None:
+      self.state, _ = self._warm_start(self.state, 0, None)
     self.decode_step()
     self.release(0)
     bool(self.state.active[0])
@@ -192,8 +208,11 @@ class Engine:
       all_logits: give the logits of every prompt token.
       domain: of the prompt, None where unknown.
     """
+    warm_started = None
+    if self._warm_start is not None:
+      self.state, warm_started = self._warm_start(self.state, row, domain)
     if self._recorder is not None:
-      self._recorder.on_admission(self._num_calls, row, domain, None)
+      self._recorder.on_admission(self._num_calls, row, domain, warm_started)
     tokens = np.asarray(token_ids, np.int32)
     largest, outs, staged = self.spec.prefill_buckets[-1], [], self._staged(len(tokens))
     for offset in range(0, len(tokens), largest):
@@ -226,9 +245,14 @@ class Engine:
     self.state = dataclasses.replace(self.state, active=self.state.active.at[row].set(False))
 
   def reset_residency(self) -> None:
-    """Empties the slot pool, its tables and the policy's signals, all together."""
-    empty = jax.jit(lambda: state_lib.init_state(self.program, self.residency).groups)()
-    self.state = dataclasses.replace(self.state, groups=_committed(empty))
+    """Empties the slots: tables and signals start anew, all together; nothing refers to what lies
+    in the pool, which stays where it is."""
+    empty = _committed(_empty_groups(self.program, self.residency))
+    pools = [group.pool for group in self.state.groups]
+    groups = tuple(
+      state_lib.GroupState(pool, *fields) for pool, fields in zip(pools, empty, strict=True)
+    )
+    self.state = dataclasses.replace(self.state, groups=groups)
     if self._recorder is not None:
       self._recorder.on_reset(self._num_calls)
 
@@ -441,6 +465,8 @@ class Engine:
     }
     device["tables"] = _bytes(self.state) - device["expert_slots"] - device["kv_cache"]
     device["layer_buffers"] = self._layer_buffer_bytes()
+    if self._warm_start is not None:
+      device["profiles"] = _bytes(self._warm_start.ranks)  # kilobytes: no plan counts them
     return {"device": device, "host": {"expert_bank": _bytes(self.banks)}}
 
   def _layer_buffer_bytes(self) -> int:
@@ -457,6 +483,11 @@ def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises nothing more special
     raise ValueError(f"{path}: is no tokenizer: {error}; copy the model's again") from error
+
+
+def _known_fingerprint(folder: str) -> str:
+  """Returns the fingerprint of a converted folder's weights, "" where they must be read for it."""
+  return store.StoredCheckpoint(folder).fingerprint if store.is_store(folder) else ""
 
 
 def _bytes(tree) -> int:
@@ -480,6 +511,13 @@ def _warn_of_few_slots(model_spec: ModelSpec, residency: ResidencySpec) -> None:
       "; ".join(few[:3]),
       "; .." if len(few) > 3 else "",
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty_groups(program: program_lib.Program, residency: ResidencySpec) -> list[tuple]:
+  """Returns tables, signals and useful rate of each group's empty residency."""
+  groups = state_lib.init_state(program, residency).groups
+  return [(group.tables, group.policy, group.useful_rate) for group in groups]
 
 
 def _committed(tree):

@@ -78,6 +78,7 @@ class Program:
     staging: how prefill brings in the layers of long prompts.
     layer_prefetch: which layers are streamed, and how many layers are buffered.
     records: calls give selection scores and predictions, too.
+    warm_starts: admissions rank the experts by the profile of the request's domain.
   """
 
   model: ModelSpec
@@ -90,6 +91,7 @@ class Program:
   staging: StagingSpec
   layer_prefetch: LayerPrefetchSpec
   records: bool = False
+  warm_starts: bool = False
 
   def __hash__(self) -> int:
     return self._hash  # taken at every dispatch, so not worked out anew
@@ -146,7 +148,11 @@ def _are_alike(a: Segment, b: Segment) -> bool:
 
 
 def make_program(
-  model: ModelSpec, residency: ResidencySpec, engine: EngineSpec, records: bool = False
+  model: ModelSpec,
+  residency: ResidencySpec,
+  engine: EngineSpec,
+  records: bool = False,
+  warm_starts: bool = False,
 ) -> Program:
   """Returns the program of an engine."""
   max_slots = tuple(max(slots) for slots in group_slots(model, residency))
@@ -161,6 +167,7 @@ def make_program(
     residency.staging,
     residency.layer_prefetch,
     records,
+    warm_starts,
   )
 
 

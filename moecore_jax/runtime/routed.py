@@ -218,9 +218,9 @@ def prepare(
   prediction = inputs.prediction
   num_copies = prediction.experts.shape[0]
   arrived = jnp.full(num_copies, -1, jnp.int32)
-  if num_copies and program.prefetch.placement == "in_flight":
+  if num_copies and (program.prefetch.placement == "in_flight" or not is_decode):
     residency, arrived = _place_arrivals(
-      program, policy, residency, index, max_slots, prediction, member, key
+      program, phase, policy, residency, index, max_slots, prediction, member, key
     )
   in_flight = jnp.any(matches(arrived, num_experts), axis=0)
   available = slots_lib.resident(residency.tables, index) | in_flight
@@ -274,12 +274,13 @@ def prepare(
     ahead = {
       "prefetches": jnp.where(prediction.is_issued, num_copies, 0),
       "useful_prefetches": jnp.where(prediction.is_issued, useful, 0),
-      "predicted": prefetch_lib.num_predicted(prediction, topk_ids, num_experts),
     }
-    rate = prefetch_lib.update_useful_rate(
-      useful_rate[index], prediction, useful, program.prefetch.useful_decay
-    )
-    useful_rate = useful_rate.at[index].set(rate)
+    if is_decode:
+      ahead["predicted"] = prefetch_lib.num_predicted(prediction, topk_ids, num_experts)
+      rate = prefetch_lib.update_useful_rate(
+        useful_rate[index], prediction, useful, program.prefetch.useful_decay
+      )
+      useful_rate = useful_rate.at[index].set(rate)
   counts = {
     "invocations": jnp.sum(valid, dtype=jnp.int32) * topk_ids.shape[1],
     "hits": jnp.sum(hits, dtype=jnp.int32),
@@ -321,6 +322,7 @@ def enter(
 
 def _place_arrivals(
   program: Program,
+  phase: int,
   policy: Policy,
   residency: Residency,
   index: jax.Array,
@@ -344,7 +346,10 @@ def _place_arrivals(
   def place(j, carry):
     residency, arrived = carry
     expert = prediction.experts[j]
-    priority = policy.priority(residency.signals, jax.random.fold_in(key, num_experts + j))
+    if phase == state_lib.DECODE:
+      priority = policy.priority(residency.signals, jax.random.fold_in(key, num_experts + j))
+    else:
+      priority = slots_lib.prefill_priority(residency.tables, index)
     held = member if policy.evicts else jnp.ones(num_experts, bool)
     slot, evicted = slots_lib.choose_slot(residency.tables, index, priority, held, max_slots)
     is_warmer = (evicted < 0) | (priority[expert] > priority[jnp.maximum(evicted, 0)])

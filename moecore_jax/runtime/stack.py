@@ -4,10 +4,6 @@ A step is a chain of MoE layers. An approach leads to one: the dense layers befo
 attention and its router. A transition leads from a layer that has routed to the next that has:
 residual loads, prediction and copies for the next layer, experts, the next approach. The copies
 start before the experts and are needed after the approach, so that both hide them.
-
-A prefetch that may be absent takes two loops of which exactly one turns once, {copy; experts;
-approach} and {experts; approach}: a condition would copy the pool, and a loop around the copy alone
-would wait for it.
 """
 
 import dataclasses
@@ -21,9 +17,10 @@ from jax import lax
 from moecore_jax.models.attention.blockwise import blockwise_attention, pad_rows
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.residency import prefetch as prefetch_lib
-from moecore_jax.residency import slots as slots_lib
+from moecore_jax.runtime import ahead as ahead_lib
 from moecore_jax.runtime import routed as routed_lib
 from moecore_jax.runtime import staging
+from moecore_jax.runtime.ahead import Pools
 from moecore_jax.runtime.program import Params, Program, bind_layer
 from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState, stack_counts
 
@@ -152,9 +149,6 @@ class _Step(NamedTuple):
 
 Caches = dict[int, jax.Array]
 """KV caches by segment: those that a part of the step writes."""
-
-Pools = dict[int, ExpertArrays]
-"""Pools by expert group: those that a part of the step reads or writes."""
 
 
 class _Way(NamedTuple):
@@ -318,38 +312,38 @@ def _transition(
       jax.random.fold_in(step.key, moe_index),
     )
   groups = _replaced(flow.groups, segment.group, group)
-  ahead = None
-  count = 0 if way.segment is None else program.segments[way.segment].prefetch_count
-  if way.segment is not None and count and step.phase == DECODE:
-    groups, ahead = _look_ahead(step, way.segment, next_offset, flow, groups)
+  groups, ahead = _copies_ahead(step, way.segment, next_offset, flow, groups)
 
   def advance(pools: Pools, caches: Caches) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
-    y, after = step.ops.execute(program, pools[segment.group], flow.inputs, prepared)
+    pool = pools[segment.group] if flow.buffer is None else flow.buffer
+    y, after = step.ops.execute(program, pool, flow.inputs, prepared)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, flow.inputs.h)
     x = flow.x + y.reshape(flow.x.shape)
     return after, _approach(step, way, next_offset, x, caches)
 
-  counts, buffer, done = prepared.counts, None, flow.done
+  counts, done = prepared.counts, flow.done
   if ahead is None:
-    pool = group.pool if flow.buffer is None else flow.buffer
-    _, (caches, x, inputs) = advance({segment.group: pool}, caches)
-    if flow.buffer is not None:
-      done = (*done[1:], x)
-    buffer = step.stage(way.segment, next_offset, groups, done)
-    if flow.buffer is not None and program.staging.fill != "none" and not segment.is_streamed:
-      order = staging.warm_order(program, group, index, flow.inputs)
-      group, evictions = staging.fill_slots(
-        program, segment.group, group, index, flow.buffer, order, step.is_busy
-      )
-      groups = _replaced(groups, segment.group, group)
-      counts += stack_counts({"evictions": evictions})
+    _, (caches, x, inputs) = advance({segment.group: group.pool}, caches)
   else:
     pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
-    pools, (caches, x, inputs) = _advance_with_copies(step, ahead, advance, pools, caches)
+    pools, (caches, x, inputs) = ahead_lib.advance_with_copies(
+      step.banks, ahead, advance, pools, caches
+    )
     for g, pool in pools.items():
       groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
     inputs = inputs._replace(prediction=ahead.prediction)
+  if flow.buffer is not None:
+    done = (*done[1:], x)
+  buffer = step.stage(way.segment, next_offset, groups, done)
+  if flow.buffer is not None and program.staging.fill != "none" and not segment.is_streamed:
+    group = groups[segment.group]
+    order = staging.warm_order(program, group, index, flow.inputs)
+    group, evictions = staging.fill_slots(
+      program, segment.group, group, index, flow.buffer, order, step.is_busy
+    )
+    groups = _replaced(groups, segment.group, group)
+    counts += stack_counts({"evictions": evictions})
   counters = flow.counters.at[moe_index].add(counts)
   if ahead is not None and program.prefetch.placement == "slot":
     displaced = stack_counts({"evictions": ahead.evictions})
@@ -365,92 +359,27 @@ def _transition(
   ), caches
 
 
-class _Ahead(NamedTuple):
-  """Copies for the next layer.
-
-  Attributes:
-    group: its expert group.
-    moe_index: int32 scalar, its index among the MoE layers.
-    prediction: of its experts.
-    bank_rows: int32 scalar each, where the copies come from.
-    pool_rows: int32 scalar each, where they go.
-    evictions: int32 scalar, experts that they displaced already.
-  """
-
-  group: int
-  moe_index: jax.Array
-  prediction: prefetch_lib.Prediction
-  bank_rows: list[jax.Array]
-  pool_rows: list[jax.Array]
-  evictions: jax.Array
-
-
-def _look_ahead(
-  step: _Step, s: int, offset: jax.Array, flow: _Flow, groups: tuple[GroupState, ...]
-) -> tuple[tuple[GroupState, ...], _Ahead]:
-  """Predicts what the layer at `offset` of segment `s` needs, by its own router."""
-  program, settings = step.program, step.program.prefetch
-  segment = program.segments[s]
-  layer, group = step.layer(s, offset), groups[segment.group]
-  index, count = segment.group_start + offset, segment.prefetch_count
-  h = flow.inputs.h
-  if settings.predictor_input == "renorm":
+def _copies_ahead(
+  step: _Step, s: int | None, offset: jax.Array, flow: _Flow, groups: tuple[GroupState, ...]
+) -> tuple[tuple[GroupState, ...], ahead_lib.Ahead | None]:
+  """Returns what is copied for the layer at `offset` of segment `s` while the present one runs."""
+  program = step.program
+  if s is None or not program.segments[s].prefetch_count:
+    return groups, None
+  segment, valid = program.segments[s], flow.inputs.valid
+  group = groups[segment.group]
+  if step.phase != DECODE:
+    if s in step.staged or not program.warm_starts:
+      return groups, None
+    ahead = ahead_lib.warm_ahead(program, segment, offset, group, valid, step.is_busy)
+    return groups, ahead
+  layer, h = step.layer(s, offset), flow.inputs.h
+  if program.prefetch.predictor_input == "renorm":
     h = layer.mlp_norm(flow.x).reshape(h.shape)
   with jax.named_scope("predictor"):
     routing = layer.mlp.router(h)
-  tables = group.tables
-  num_experts = tables.expert_to_slot.shape[1]
-  is_allowed = group.useful_rate[index] >= settings.min_useful_frac
-  if settings.placement == "slot":
-    is_allowed &= tables.num_slots[index] >= count
-  prediction = prefetch_lib.predict(
-    routing.topk_ids,
-    routing.selection_scores,
-    flow.inputs.valid,
-    slots_lib.resident(tables, index),
-    count,
-    is_allowed,
-  )
-  first = routed_lib.transient_row(program, group.pool) + 1
-  rows, evictions = [jnp.int32(first + j) for j in range(count)], jnp.int32(0)
-  if settings.placement == "slot":
-    key = jax.random.fold_in(step.key, len(program.model.layers) + segment.moe_start + offset)
-    group, rows, evictions = routed_lib.claim_slots(
-      program, segment.group, group, index, prediction, key
-    )
-  bank_rows = [index * num_experts + prediction.experts[j] for j in range(count)]
-  groups = _replaced(groups, segment.group, group)
-  return groups, _Ahead(
-    segment.group, segment.moe_start + offset, prediction, bank_rows, rows, evictions
-  )
-
-
-def _advance_with_copies(
-  step: _Step, ahead: _Ahead, advance: Callable, pools: Pools, caches: Caches
-) -> tuple[Pools, Any]:
-  """Runs `advance` with the copies on the way if they are issued, else without."""
-
-  def with_copies(turn, carry):
-    pools, (caches, *_rest) = carry
-    # + turn, for XLA moves what does not depend on it, the reads of the bank, out of the loop.
-    with jax.named_scope("prefetch"):
-      copies = [routed_lib.fetch(step.banks[ahead.group], row + turn) for row in ahead.bank_rows]
-    after, result = advance(pools, caches)
-    pool = pools[ahead.group]
-    for stored, row in zip(copies, ahead.pool_rows, strict=True):
-      # + after: if the experts might still read the pool, XLA would write into a copy of it.
-      pool = routed_lib.write_row(pool, stored, row + after)
-    return pools | {ahead.group: pool}, result
-
-  def without_copies(_, carry):
-    pools, (caches, *_rest) = carry
-    return pools, advance(pools, caches)[1]
-
-  _, (_, *rest) = jax.eval_shape(advance, pools, caches)
-  blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest)
-  count = ahead.prediction.is_issued.astype(jnp.int32)
-  carry = lax.fori_loop(0, count, with_copies, (pools, (caches, *blank)))
-  return lax.fori_loop(0, 1 - count, without_copies, carry)
+  group, ahead = ahead_lib.look_ahead(program, segment, offset, group, routing, valid, step.key)
+  return _replaced(groups, segment.group, group), ahead
 
 
 def _approach(

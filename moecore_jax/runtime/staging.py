@@ -107,18 +107,19 @@ def warm_order(
   """Returns int32 [N], the place of each expert in the order in which slots are filled, 0 first.
 
   It follows the domain's profile (`warm_rank`), the mean of the prompt's own selection scores, or
-  the sum of both places, as `staging.fill` says; without a profile its places are equal.
+  the sum of both places, as `staging.fill` says; without a profile, "both" follows the prompt's
+  alone. Where there is nothing to follow, no profile or no token, all places are N.
   """
   fill, rank = program.staging.fill, group.tables.warm_rank[index]
   scores, valid = inputs.routing.selection_scores, inputs.valid[:, None]
   lowest = jnp.min(jnp.where(jnp.isfinite(scores), scores, jnp.inf), axis=1, keepdims=True)
   scores = jnp.where(jnp.isfinite(scores), scores, lowest)
   own = _places(-jnp.sum(jnp.where(valid, scores, 0.0), axis=0))
+  places = {"profile": rank, "prompt": own, "both": own + rank}[fill]
+  is_known = jnp.any(valid)
   if fill == "profile":
-    return _places(rank.astype(jnp.float32))
-  if fill == "prompt":
-    return own
-  return _places((own + rank).astype(jnp.float32))
+    is_known &= jnp.any(rank > 0)
+  return jnp.where(is_known, _places(places.astype(jnp.float32)), rank.shape[0])
 
 
 def fill_slots(
@@ -130,7 +131,8 @@ def fill_slots(
   order: jax.Array,
   is_busy: jax.Array,
 ) -> tuple[GroupState, jax.Array]:
-  """Fills a layer's slots with the first experts of an order, device to device.
+  """Fills a layer's slots with the first experts of an order, device to device, and starts its
+  signals anew.
 
   Args:
     program: static settings.
@@ -138,27 +140,27 @@ def fill_slots(
     group: its residency.
     index: int32 scalar, the layer within the group.
     buffer: stored arrays [N, ...] of the layer, row e is expert e.
-    order: int32 [N], place of each expert.
-    is_busy: other requests decode: their residents stay, only empty slots are filled.
+    order: int32 [N], place of each expert; all N: nothing changes.
+    is_busy: other requests decode: their residents and signals stay, only empty slots are filled.
 
   Returns:
     The group, and int32 [], experts that were displaced.
   """
   policy, max_slots = program.make_policy(), program.max_slots[group_index]
   num_experts = order.shape[0]
-  num_slots = group.tables.num_slots[index]
-  wanted = order < num_slots
-  held = wanted | is_busy
+  wanted = order < group.tables.num_slots[index]
+  num_wanted = jnp.sum(wanted, dtype=jnp.int32)
+  held, stays = wanted | is_busy, is_busy | (num_wanted == 0)
   by_place = jnp.argsort(order).astype(jnp.int32)
   signals = jax.tree.map(
-    lambda kept, fresh: jnp.where(is_busy, kept, fresh),
+    lambda kept, fresh: jnp.where(stays, kept, fresh),
     routed.signals_of(group, index),
     policy.init(num_experts),
   )
   start = routed.Residency(group.pool, group.tables, signals, jnp.int32(0))
 
   def fill(i, residency):
-    expert = by_place[num_slots - 1 - i]  # the hottest last: it is the newest where recency counts
+    expert = by_place[num_wanted - 1 - i]  # the hottest last: it is the newest where recency counts
     slot, evicted = slots_lib.choose_slot(
       residency.tables, index, -order.astype(jnp.float32), held, max_slots
     )
@@ -171,7 +173,7 @@ def fill_slots(
     return lax.fori_loop(0, (is_absent & (slot >= 0)).astype(jnp.int32), copy, residency)
 
   with jax.named_scope("fill_slots"):
-    filled = lax.fori_loop(0, num_slots, fill, start)
+    filled = lax.fori_loop(0, num_wanted, fill, start)
   signals = routed.with_signals(group, index, filled.signals)
   group = dataclasses.replace(group, pool=filled.pool, tables=filled.tables, policy=signals)
   return group, filled.evictions

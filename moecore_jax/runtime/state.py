@@ -30,8 +30,9 @@ COUNTERS = (
 )
 """What is counted a layer. invocations: experts chosen by tokens. hits: invocations whose expert
 was resident, or had arrived ahead, when the layer had routed. misses: experts loaded after that.
-evictions: experts that another displaced. prefetches: experts copied ahead; useful_prefetches:
-those of them that the layer then chose. predicted: invocations that the layer's
+evictions: experts that another displaced. prefetches: experts copied ahead, in decode of what is
+predicted, in prefill of what a warm start wants; useful_prefetches: those of them that the layer
+then chose. predicted: invocations that the layer's
 prediction held, resident or not. substitutions: invocations computed by another expert. staged:
 experts copied by the staging of whole layers."""
 

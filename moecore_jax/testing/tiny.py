@@ -12,6 +12,7 @@ from moecore_jax import memory
 from moecore_jax.models.experts import HostExpert
 from moecore_jax.models.transformer import Transformer
 from moecore_jax.quantization import formats
+from moecore_jax.residency.profiles import Profile, ProfileSet
 from moecore_jax.runtime.engine import Engine
 from moecore_jax.specs import (
   DenseSpec,
@@ -96,6 +97,19 @@ def make_engine(
   return Engine(model.spec, residency, engine, model.params, model.banks, **kwargs)
 
 
+def random_profiles(
+  spec: ModelSpec, domains: Sequence[str] = ("math", "qa"), seed: int = 0
+) -> ProfileSet:
+  """Returns profiles of a model by which each domain likes other experts."""
+  rng = np.random.default_rng(seed)
+  groups = [spec.expert_groups[spec.group_of(layer)[0]] for layer in spec.moe_layers]
+  scores = rng.normal(size=(len(domains), len(groups), max(g.num_experts for g in groups)))
+  for layer, group in enumerate(groups):
+    scores[:, layer, group.num_experts :] = -np.inf
+  profiles = (Profile(part, 7 + i) for i, part in enumerate(scores.astype(np.float32)))
+  return ProfileSet(dict(zip(domains, profiles, strict=True)), "random")
+
+
 class Trace(NamedTuple):
   """What a run of `decode_all` gave: logits of every prompt token and of every decoded token, and
   the tokens."""
@@ -105,9 +119,14 @@ class Trace(NamedTuple):
   tokens: np.ndarray
 
 
-def decode_all(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> Trace:
+def decode_all(
+  engine: Engine, prompts: Sequence[Sequence[int]], steps: int, domains: Sequence[str | None] = ()
+) -> Trace:
   """Prefills one prompt a row, then decodes `steps` tokens in every row."""
-  prefilled = [engine.prefill(r, p, steps + 1, all_logits=True) for r, p in enumerate(prompts)]
+  prefilled = [
+    engine.prefill(r, p, steps + 1, all_logits=True, domain=domain)
+    for r, (p, domain) in enumerate(zip(prompts, domains or (None,) * len(prompts), strict=True))
+  ]
   outs = [jax.device_get(engine.decode_step()) for _ in range(steps)]
   tokens = np.stack([[p.token for p in prefilled], *(out.token[: len(prompts)] for out in outs)])
   logits = np.stack([out.logits[: len(prompts)] for out in outs])

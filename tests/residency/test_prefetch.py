@@ -57,3 +57,16 @@ def test_the_useful_rate_follows_predictions_and_rests_without_candidates():
   assert float(rate) == 0.75
   none, _ = _predict([[3, 2, 1, 0, 0, 0, 0, 0]], np.ones(NUM_EXPERTS, bool), 2)
   assert float(prefetch.update_useful_rate(rate, none, jnp.int32(0), 0.5)) == 0.75
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 999), st.integers(1, RANKS), st.integers(1, NUM_EXPERTS))
+def test_a_warm_start_wants_the_hottest_that_are_absent(seed, count, num_slots):
+  rng = np.random.default_rng(seed)
+  rank, resident = rng.permutation(NUM_EXPERTS), rng.random(NUM_EXPERTS) < 0.5
+  wanted = [int(e) for e in np.argsort(rank)[:num_slots] if not resident[e]][:count]
+  arrays = jnp.asarray(rank, jnp.int32), jnp.asarray(resident), jnp.int32(num_slots)
+  got = prefetch.warm_candidates(*arrays, count)
+  np.testing.assert_array_equal(got, wanted + [-1] * (count - len(wanted)))
+  none = prefetch.warm_candidates(jnp.zeros(NUM_EXPERTS, jnp.int32), *arrays[1:], count)
+  np.testing.assert_array_equal(none, [-1] * count)

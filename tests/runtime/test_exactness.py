@@ -29,13 +29,21 @@ def engine_spec(batch: int, **kwargs) -> EngineSpec:
 
 @functools.cache
 def run(
-  spec, policy: str, slots, engine: EngineSpec, seed: int = 0, prefetch: PrefetchSpec = NO_PREFETCH
+  spec,
+  policy: str,
+  slots,
+  engine: EngineSpec,
+  seed: int = 0,
+  prefetch: PrefetchSpec = NO_PREFETCH,
+  has_profiles: bool = False,
 ) -> tiny.Trace:
   model = tiny.random_model(spec, engine, seed)
   by_layer = (slots,) * len(spec.moe_layers) if isinstance(slots, int) else slots
   residency = ResidencySpec(policy, by_layer, prefetch=prefetch)
   prompts = tiny.random_prompts(spec, LENGTHS[engine.batch_size], seed)
-  return tiny.decode_all(tiny.make_engine(model, residency, engine), prompts, STEPS)
+  profiles = tiny.random_profiles(spec) if has_profiles else None
+  made = tiny.make_engine(model, residency, engine, profiles=profiles)
+  return tiny.decode_all(made, prompts, STEPS, ("math", None, "cooking", "qa")[: len(prompts)])
 
 
 def assert_same(got: tiny.Trace, wanted: tiny.Trace) -> None:
@@ -104,25 +112,29 @@ def test_formats_and_loops(options):
     assert_same(run(SPEC, "rhac", 2, engine), run(SPEC, "static", 16, engine))
 
 
-# Every count, input, placement, loop and batch occurs; the full product is slow.
+# Every count, input, placement, loop and batch occurs, with profiles and without; the full product
+# is slow.
 PREFETCHES = [
-  ("rhac", 4, 1, PrefetchSpec(1)),
-  ("rhac", 1, 4, PrefetchSpec(2)),
-  ("lru", 3, 4, PrefetchSpec(4, predictor_input="renorm")),
-  ("static", 4, 1, PrefetchSpec(2, placement="slot")),
-  ("rhac", (2, 16, 3), 4, PrefetchSpec(1, min_useful_frac=0.6, useful_decay=0.5)),
+  ("rhac", 4, 1, PrefetchSpec(1), True),
+  ("rhac", 1, 4, PrefetchSpec(2), False),
+  ("lru", 3, 4, PrefetchSpec(4, predictor_input="renorm"), True),
+  ("static", 4, 1, PrefetchSpec(2, placement="slot"), True),
+  ("rhac", (2, 16, 3), 4, PrefetchSpec(1, min_useful_frac=0.6, useful_decay=0.5), False),
 ]
 DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize(
-  ("policy", "slots", "batch", "prefetch"), PREFETCHES, ids=lambda value: str(value)[:40]
+  ("policy", "slots", "batch", "prefetch", "has_profiles"),
+  PREFETCHES,
+  ids=lambda value: str(value)[:40],
 )
-def test_prefetch(policy, slots, batch, prefetch):
+def test_prefetch(policy, slots, batch, prefetch, has_profiles):
   engine = engine_spec(batch, layer_loop="scanned" if batch == 4 else "unrolled")
   wanted = run(DEEPER, "static", 16, engine)
-  assert_same(run(DEEPER, policy, slots, engine, prefetch=prefetch), wanted)
+  got = run(DEEPER, policy, slots, engine, prefetch=prefetch, has_profiles=has_profiles)
+  assert_same(got, wanted)
 
 
 @pytest.mark.slow
@@ -131,11 +143,13 @@ def test_prefetch(policy, slots, batch, prefetch):
 @pytest.mark.parametrize("slots", [1, 2, 4, (3, 16, 2)], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prefetch_full_product(policy, count, slots, batch, placement):
+@pytest.mark.parametrize("has_profiles", [False, True])
+def test_prefetch_full_product(policy, count, slots, batch, placement, has_profiles):
   engine = engine_spec(batch, layer_loop="scanned")
   prefetch = PrefetchSpec(count, placement=placement)
   wanted = run(DEEPER, "static", 16, engine)
-  assert_same(run(DEEPER, policy, slots, engine, prefetch=prefetch), wanted)
+  got = run(DEEPER, policy, slots, engine, prefetch=prefetch, has_profiles=has_profiles)
+  assert_same(got, wanted)
 
 
 def test_group_limited_routing():

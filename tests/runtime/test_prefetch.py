@@ -50,7 +50,7 @@ def start(model, prefetch, slots=4, **kwargs):
   engine = tiny.make_engine(model, residency, ENGINE)
   for row, prompt in enumerate(tiny.random_prompts(SPEC, (5, 9))):
     engine.prefill(row, prompt, STEPS + 40)
-  engine.counters()
+  assert not engine.counters()["prefill_prefetches"].any()  # without a profile
   return engine
 
 

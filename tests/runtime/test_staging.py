@@ -8,7 +8,7 @@ import pytest
 
 from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.runtime import program as program_lib
-from moecore_jax.specs import EngineSpec, ResidencySpec, StagingSpec
+from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSpec
 from moecore_jax.testing import tiny
 from tests.runtime.test_exactness import assert_same
 
@@ -17,7 +17,7 @@ N, K = 16, 3
 ENGINE = EngineSpec(
   batch_size=2, context_tokens=64, prefill_buckets=(4, 16), kv_block_tokens=16, layer_loop="scanned"
 )
-SELECTIVE = StagingSpec(enabled=False)
+SELECTIVE, NO_PREFETCH = StagingSpec(enabled=False), PrefetchSpec()
 
 
 @functools.cache
@@ -32,10 +32,13 @@ def model(layers: int, dense: int, engine: EngineSpec):
   return tiny.random_model(spec(layers, dense), engine)
 
 
-def make(staging, slots, layers=3, dense=1, engine=ENGINE):
+def make(
+  staging, slots, layers=3, dense=1, engine=ENGINE, prefetch=NO_PREFETCH, has_profiles=False
+):
   by_layer = (slots,) * layers if isinstance(slots, int) else slots
-  residency = ResidencySpec("rhac", by_layer, staging=staging)
-  return tiny.make_engine(model(layers, dense, engine), residency, engine)
+  residency = ResidencySpec("rhac", by_layer, prefetch=prefetch, staging=staging)
+  profiles = tiny.random_profiles(spec(layers, dense)) if has_profiles else None
+  return tiny.make_engine(model(layers, dense, engine), residency, engine, profiles=profiles)
 
 
 def run(staging, slots, lengths, **kwargs):
@@ -73,6 +76,18 @@ def check_prompts(lengths, fill):
 @pytest.mark.cover
 def test_layers_are_staged_one_by_one():
   check_stack(2, 1, (12, 16), "unrolled")  # the second holds all its experts: never staged
+
+
+@pytest.mark.cover
+def test_staged_layers_lead_to_layers_with_copies_ahead():
+  """The first MoE layer stages every prompt, the others only those of at least five tokens."""
+  staging, lengths = StagingSpec(True, "profile"), (3, 4)
+  engine = make(staging, (3, 14, 14), prefetch=PrefetchSpec(1), has_profiles=True)
+  got = tiny.decode_all(engine, tiny.random_prompts(engine.model_spec, lengths), STEPS)
+  assert_same(got, wanted(lengths))
+  counters = engine.counters()
+  np.testing.assert_array_equal(counters["prefill_staged"], [2 * N, 0, 0])
+  assert counters["prefill_prefetches"][1:].all()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from moecore_jax.specs import ModelSpec
 
 
 def read_profiles(config: RunConfig, model: ModelSpec, fingerprint: str = "") -> ProfileSet | None:
-  """Reads the domain profiles of a config, None where it has none.
+  """Reads the domain profiles of a config, None where it has or uses none.
 
   Args:
     config: `residency.profiles` names the file.
@@ -36,7 +36,8 @@ def read_profiles(config: RunConfig, model: ModelSpec, fingerprint: str = "") ->
   Raises:
     ValueError: the file is missing, damaged, or of another model or other weights.
   """
-  if not (path := config.residency.profiles):
+  path = config.residency.profiles
+  if not path or config.residency.layer_prefetch.enabled:
     return None
   experts = [model.expert_groups[model.group_of(i)[0]].num_experts for i in model.moe_layers]
   try:

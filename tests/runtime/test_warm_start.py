@@ -167,3 +167,5 @@ def test_a_config_names_profiles_that_fit_its_model(tmp_path):
   config.residency.profiles = str(tmp_path / "none.npz")
   with pytest.raises(ValueError, match="no such profile file"):
     moecore.Engine.from_checkpoint(None, config)
+  config.residency.layer_prefetch.enabled = True
+  assert warm_start.read_profiles(config, spec) is None

@@ -5,6 +5,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.runtime import plan
 from moecore_jax.specs import EngineSpec, ModelSpec
 
@@ -40,7 +41,7 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, tokens: int, head_tokens: i
     tokens: tokens that a step computes.
     head_tokens: tokens whose logits it computes.
   """
-  experts = [plan.expert_bytes(group, engine.expert_format) for group in model.expert_groups]
+  experts = [expert_bytes(group, engine.expert_format) for group in model.expert_groups]
   costs = plan.activation_costs(model, engine)
   return TempBound(
     expert_bytes=max(experts, default=0),

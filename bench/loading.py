@@ -33,11 +33,17 @@ CASES = ("load_published", "convert", "load_converted")
 
 def config_of(bank_bytes: float, dtype: str) -> dict[str, Any]:
   """Returns a published config whose bank has about this size."""
-  from moecore_jax.quantization.formats import expert_bytes
+  from moecore_jax.models.experts import expert_bytes
+  from moecore_jax.specs import ExpertGroup
   from moecore_jax.testing.random_checkpoint import tiny_config
 
   hidden, width, experts = 1024, 512, 64
-  layers = max(1, round(bank_bytes / (experts * expert_bytes(hidden, width, dtype))))
+  layers = max(
+    1,
+    round(
+      bank_bytes / (experts * expert_bytes(ExpertGroup((0,), experts, 1, hidden, width), dtype))
+    ),
+  )
   return tiny_config(
     hidden_size=hidden,
     moe_intermediate_size=width,

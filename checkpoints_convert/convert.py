@@ -23,7 +23,7 @@ import tqdm
 from moecore_jax import memory
 from moecore_jax.checkpoint import assemble, store, template, writer
 from moecore_jax.checkpoint.published import PublishedCheckpoint
-from moecore_jax.quantization.formats import expert_bytes
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.specs import ExpertFormat
 
 _FLOATS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -160,7 +160,7 @@ def _bank_parts(checkpoint: PublishedCheckpoint, fmt: ExpertFormat) -> Iterator[
     group, rows = template.expert_groups(spec, cut.bank)[cut.group], cut.stop - cut.start
     folder = f"banks/{cut.bank}.{cut.group}/{cut.start:06d}"
     item = store.Item(folder, cut.bank, cut.group, cut.start, rows)
-    num_bytes = rows * expert_bytes(group.embed_dim, group.expert_dim, fmt)
+    num_bytes = rows * expert_bytes(group, fmt)
     yield _Part(item, num_bytes, functools.partial(read, cut))
 
 

@@ -102,13 +102,13 @@ def check_oracle(spec: ModelSpec, oracle: Oracle) -> None:
       raise ValueError(f"{name} has ids outside 0..{spec.vocab_size - 1}")
 
 
-def make_engine(loaded: Loaded, oracle: Oracle, slots: int) -> Engine:
+def make_engine(loaded: Loaded, oracle: Oracle, slots: int | tuple[int, ...]) -> Engine:
   """Builds a float32 engine that fits the oracle.
 
   Args:
     loaded: the checkpoint, float32.
     oracle: gives batch and lengths.
-    slots: expert slots of each MoE layer; 0: all experts.
+    slots: expert slots of every MoE layer, or of each; 0: all experts.
 
   Raises:
     ValueError: the slots, the tokens or the context do not fit the model.
@@ -117,7 +117,10 @@ def make_engine(loaded: Loaded, oracle: Oracle, slots: int) -> Engine:
   prompts, steps = oracle["input_ids"], oracle["greedy_tokens"].shape[1]
   config = RunConfig()
   config.residency.all_resident = not slots
-  config.residency.slots_per_layer = slots or 1
+  if isinstance(slots, tuple):
+    config.residency.slots = slots
+  elif slots:
+    config.residency.slots_per_layer = slots
   config.engine.batch_size = prompts.shape[0]
   config.engine.kv_block_tokens = _KV_BLOCK_TOKENS
   blocks = -(-(prompts.shape[1] + steps) // _KV_BLOCK_TOKENS)

@@ -191,7 +191,9 @@ class EngineConfig:
       in chunks of the last.
     kv_block_tokens: tokens of one block of the attention loop, >= 1.
     dtype: activations and dense weights, float32 or bfloat16.
-    expert_format: storage of routed experts, float32 or bfloat16; no wider than dtype.
+    expert_format: storage of routed experts: float32, bfloat16, or w4a8 (int4 weights by output
+      channel, int8 activations; w4a8_g128: by groups of 128 inputs, also 32, 64, 256); no wider
+      than dtype.
     layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).
   """
 

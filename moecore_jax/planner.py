@@ -52,6 +52,7 @@ class Demand:
     pools: expert groups.
     dense_bytes: all weights but routed experts.
     kv_token_bytes: cached bytes of one token, all layers together.
+    kv_row_bytes: cached bytes of a batch row whatever its context: sliding windows.
     table_bytes: tables and counters, without the slots' entries.
     table_row_bytes: of those, what each batch row adds.
     temporary_bytes: what a program may copy besides activations.
@@ -65,6 +66,7 @@ class Demand:
   pools: tuple[ExpertPool, ...]
   dense_bytes: int
   kv_token_bytes: int
+  kv_row_bytes: int = 0
   table_bytes: int = 0
   table_row_bytes: int = 0
   temporary_bytes: int = 0
@@ -121,7 +123,7 @@ def regions(demand: Demand, settings: Settings) -> dict[str, int]:
   token, head = demand.activation_token_bytes, demand.head_token_bytes
   return {
     "dense_weights": demand.dense_bytes,
-    "kv_cache": rows * settings.context_tokens * demand.kv_token_bytes,
+    "kv_cache": rows * (settings.context_tokens * demand.kv_token_bytes + demand.kv_row_bytes),
     "expert_slots": slot_bytes,
     "in_flight_rows": settings.in_flight_rows * sum(p.expert_bytes for p in demand.pools),
     "layer_buffers": buffers * layer_bytes,

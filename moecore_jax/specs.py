@@ -14,15 +14,28 @@ import dataclasses
 import functools
 from typing import Literal
 
-ExpertFormat = Literal["float32", "bfloat16"]
-"""Storage format of a routed expert: float32 as it is, every other format packed in uint32
-words.
+ExpertFormat = Literal[
+  "float32", "bfloat16", "w4a8", "w4a8_g32", "w4a8_g64", "w4a8_g128", "w4a8_g256"
+]
+"""Storage format of a routed expert: float32 as it is, every other format packed in uint32 words.
+w4a8: int4 weights with a scale for each output channel, or for each channel and group of so many
+inputs; activations int8 at run time.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnSpec:
-  """YaRN context extension of rotary embeddings. Source: YaRN (Peng et al., 2023)."""
+  """YaRN context extension of rotary embeddings.
+
+  Attributes:
+    factor: extension of the context.
+    original_max_position: context before it, tokens.
+    beta_fast, beta_slow: rotations in that context between which frequencies change over.
+    mscale, mscale_all_dim: of the factors on cosines and on the softmax scale; 0 is none.
+    is_truncated: the bounds of the change are rounded to whole components.
+
+  Source: YaRN (Peng et al., 2023).
+  """
 
   factor: float
   original_max_position: int
@@ -30,28 +43,74 @@ class YarnSpec:
   beta_slow: float = 1.0
   mscale: float = 1.0
   mscale_all_dim: float = 0.0
+  is_truncated: bool = True
+
+
+RopePairs = Literal["interleaved", "halves"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-  """Rotary position embedding over `dim` components with interleaved pairs (2i, 2i+1)."""
+  """Rotary position embedding over `dim` components.
+
+  Attributes:
+    dim: rotated components.
+    theta: base of the frequencies.
+    yarn: context extension.
+    pairs: components that turn together, (2i, 2i + 1) or (i, i + dim / 2).
+  """
 
   dim: int
   theta: float = 10000.0
   yarn: YarnSpec | None = None
+  pairs: RopePairs = "interleaved"
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerSpec:
+  """Chooses the keys that sparse attention reads.
+
+  Attributes:
+    num_heads: query heads of the indexer.
+    head_dim: their width.
+    topk: keys that a query attends to.
+    rope: of the first `rope.dim` components of each head.
+    is_shared: the layer has no indexer and takes the choice of the one before.
+
+  Source: DeepSeek-V3.2 (2025), section 2.1.
+  """
+
+  num_heads: int
+  head_dim: int
+  topk: int
+  rope: RopeSpec
+  is_shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class MLASpec:
-  """Multi-head latent attention. Source: DeepSeek-V2 (2024), section 2.1."""
+  """Multi-head latent attention.
+
+  Attributes:
+    num_heads: heads.
+    q_lora_rank: rank of the query projection, None: direct.
+    kv_lora_rank: width of the compressed keys and values.
+    qk_nope_head_dim, qk_rope_head_dim: parts of a query and key head, without and with rotation.
+    v_head_dim: width of a value head.
+    rope: of the rotated part.
+    indexer: sparse attention; None: dense.
+
+  Source: DeepSeek-V2 (2024), section 2.1.
+  """
 
   num_heads: int
-  q_lora_rank: int | None  # None: queries are projected directly
+  q_lora_rank: int | None
   kv_lora_rank: int
   qk_nope_head_dim: int
   qk_rope_head_dim: int
   v_head_dim: int
   rope: RopeSpec
+  indexer: IndexerSpec | None = None
 
   @property
   def latent_dim(self) -> int:
@@ -59,11 +118,64 @@ class MLASpec:
     return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+QKNorm = Literal["none", "head", "full"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GQASpec:
+  """Grouped-query attention.
+
+  Attributes:
+    num_heads: query heads.
+    num_kv_heads: key and value heads, each shared by num_heads / num_kv_heads query heads.
+    head_dim: width of a head.
+    rope: of the first `rope.dim` components of each query and key head.
+    qkv_bias, o_bias: which projections have a bias.
+    qk_norm: RMS norm of queries and keys before the rotation: none, over each head, or over the
+      full width of all heads.
+    window: tokens that a query sees, itself included; None: all before it.
+    has_sinks: each head has a logit without a value in its softmax.
+    scale: of the scores; None: head_dim ** -0.5.
+
+  Source: GQA (Ainslie et al., 2023); sinks: gpt-oss model card (2025).
+  """
+
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  rope: RopeSpec
+  qkv_bias: bool = False
+  o_bias: bool = False
+  qk_norm: QKNorm = "none"
+  window: int | None = None
+  has_sinks: bool = False
+  scale: float | None = None
+
+
+AttentionSpec = MLASpec | GQASpec
+
+Scoring = Literal["sigmoid", "softmax", "softmax_topk"]
+RouterBias = Literal["none", "selection", "logits"]
+GroupScore = Literal["top2", "max"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RouterSpec:
-  """How tokens choose experts: sigmoid scores, a bias for selection only, optional groups.
+  """How tokens choose experts.
 
-  Source: DeepSeek-V3 (2024), section 2.1.2.
+  Attributes:
+    num_experts: N.
+    num_experts_per_tok: A.
+    num_groups: groups of consecutive experts.
+    topk_groups: groups that a token may choose from.
+    norm_topk: mixing weights are divided by their sum.
+    scale: factor on the mixing weights.
+    scoring: scores are the logits' sigmoid or softmax; softmax_topk chooses by logits and takes
+      the softmax over the chosen ones.
+    bias: none; on the scores that decide, not on the weights; or on the logits.
+    group_score: a group's worth: the sum of its two largest scores, or its largest.
+
+  Source: DeepSeek-V3 (2024), section 2.1.2; of the softmax forms, Mixtral (2024), gpt-oss (2025).
   """
 
   num_experts: int
@@ -72,6 +184,24 @@ class RouterSpec:
   topk_groups: int = 1
   norm_topk: bool = True
   scale: float = 1.0
+  scoring: Scoring = "sigmoid"
+  bias: RouterBias = "selection"
+  group_score: GroupScore = "top2"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationSpec:
+  """The gated unit of experts and dense blocks: (up + up_shift) * gate * sigmoid(alpha * gate).
+
+  Attributes:
+    alpha: slope of the sigmoid; 1 is SwiGLU.
+    up_shift: added to the linear half.
+    limit: bound of the gate from above and of the linear half from both sides; None: unbounded.
+  """
+
+  alpha: float = 1.0
+  up_shift: float = 0.0
+  limit: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +213,28 @@ class DenseSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-  """A mixture-of-experts block: routed experts of width `expert_dim`, one shared expert of
-  `shared_dim` (0: none).
+  """A mixture-of-experts block.
+
+  Attributes:
+    router: how tokens choose.
+    expert_dim: width of a routed expert.
+    shared_dim: width of the shared expert, 0: none.
+    has_shared_gate: the shared expert is weighted by the sigmoid of a linear map.
+    has_expert_bias: routed experts have biases.
   """
 
   router: RouterSpec
   expert_dim: int
   shared_dim: int = 0
+  has_shared_gate: bool = False
+  has_expert_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
   """One decoder layer."""
 
-  attention: MLASpec
+  attention: AttentionSpec
   mlp: DenseSpec | MoESpec
 
 
@@ -110,6 +248,7 @@ class ExpertGroup:
     num_experts_per_tok: fan-out (A).
     embed_dim: input and output width of an expert (D).
     expert_dim: hidden width of an expert (F).
+    has_bias: an expert has biases, stored as one more row of each of its arrays.
   """
 
   layers: tuple[int, ...]
@@ -117,6 +256,7 @@ class ExpertGroup:
   num_experts_per_tok: int
   embed_dim: int
   expert_dim: int
+  has_bias: bool = False
 
   @property
   def num_rows(self) -> int:
@@ -136,17 +276,36 @@ class ExpertGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-  """A decoder-only MoE language model."""
+  """A decoder-only MoE language model.
+
+  Attributes:
+    family: name of its module in moecore_jax.families.
+    vocab_size: V.
+    embed_dim: D.
+    layers: the decoder layers, in order.
+    mtp_layers: of multi-token prediction.
+    activation: of experts and dense blocks.
+    rms_norm_eps: of the norms of the stream.
+    tie_embeddings: the head is the embedding.
+    max_context_tokens: prompt and output together.
+    eos_token_ids: tokens that end an output.
+    embedding_multiplier, residual_multiplier, logits_divisor: factors on the embeddings and on
+      what is added to the stream, divisor of the logits.
+  """
 
   family: str
   vocab_size: int
   embed_dim: int
   layers: tuple[LayerSpec, ...]
   mtp_layers: tuple[LayerSpec, ...] = ()
+  activation: ActivationSpec = ActivationSpec()
   rms_norm_eps: float = 1e-6
   tie_embeddings: bool = False
   max_context_tokens: int = 4096
   eos_token_ids: tuple[int, ...] = ()
+  embedding_multiplier: float = 1.0
+  residual_multiplier: float = 1.0
+  logits_divisor: float = 1.0
 
   @functools.cached_property
   def moe_layers(self) -> tuple[int, ...]:
@@ -172,13 +331,20 @@ class ModelSpec:
 
 
 def _group(layers: tuple[LayerSpec, ...], embed_dim: int) -> tuple[ExpertGroup, ...]:
-  members: dict[tuple[int, int, int], list[int]] = {}
+  members: dict[ExpertGroup, list[int]] = {}
   for i, layer in enumerate(layers):
     if isinstance(layer.mlp, MoESpec):
-      router = layer.mlp.router
-      key = (router.num_experts, router.num_experts_per_tok, layer.mlp.expert_dim)
+      moe, router = layer.mlp, layer.mlp.router
+      key = ExpertGroup(
+        (),
+        router.num_experts,
+        router.num_experts_per_tok,
+        embed_dim,
+        moe.expert_dim,
+        moe.has_expert_bias,
+      )
       members.setdefault(key, []).append(i)
-  return tuple(ExpertGroup(tuple(ids), n, k, embed_dim, f) for (n, k, f), ids in members.items())
+  return tuple(dataclasses.replace(key, layers=tuple(ids)) for key, ids in members.items())
 
 
 @dataclasses.dataclass(frozen=True)

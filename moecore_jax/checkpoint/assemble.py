@@ -13,8 +13,8 @@ import numpy as np
 
 from moecore_jax.checkpoint.template import BANK_NAMES, expert_groups
 from moecore_jax.families.keymap import DenseRule, KeyMap, Path
-from moecore_jax.models.experts import bank_layout
-from moecore_jax.quantization.formats import expert_bytes, pack
+from moecore_jax.models.experts import bank_layout, expert_bytes
+from moecore_jax.quantization.formats import pack
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
 MIN_CHUNK_BYTES = 16 << 20
@@ -127,7 +127,7 @@ def bank_cuts(spec: ModelSpec, fmt: ExpertFormat) -> Iterator[BankCut]:
   """Yields all banks in rows that move together, bank by bank in row order."""
   for bank in BANK_NAMES:
     for g, group in enumerate(expert_groups(spec, bank)):
-      row_bytes = expert_bytes(group.embed_dim, group.expert_dim, fmt)
+      row_bytes = expert_bytes(group, fmt)
       step = rows_per_chunk(group.num_rows, row_bytes)
       for start in range(0, group.num_rows, step):
         yield BankCut(bank, g, start, min(start + step, group.num_rows))
@@ -156,10 +156,13 @@ class ExpertReader:
     }
     for i in range(count):
       rule = self._rules[cut.bank, cut.group, cut.start + i]
-      gate_up, down = rule.make(*map(self._read, rule.sources))
-      arrays["gate_up"][i] = pack(gate_up, self._fmt)
-      arrays["down"][i] = pack(down, self._fmt)
+      gate_up, down = rule.make(*(self._source(key, rule.entry) for key in rule.sources))
+      arrays["gate_up"][i] = pack(gate_up, self._fmt, group.has_bias)
+      arrays["down"][i] = pack(down, self._fmt, group.has_bias)
     return arrays
+
+  def _source(self, key: str, entry: int | None) -> np.ndarray:
+    return self._read(key) if entry is None else self._read(key, entry, entry + 1)[0]
 
 
 def bank_chunks(

@@ -134,9 +134,10 @@ class StoredCheckpoint:
         if item.bank:
           arrays = self._read(reader, item)
           if fmt != self.expert_format:
+            has_bias = expert_groups(self.spec, item.bank)[item.group].has_bias
             for name in arrays:
-              rows = formats.unpack_host(arrays[name], self.expert_format)
-              arrays[name] = formats.pack(rows, fmt)
+              rows = formats.unpack_host(arrays[name], self.expert_format, has_bias)
+              arrays[name] = formats.pack(rows, fmt, has_bias)
           yield BankChunk(item.bank, item.group, item.start, arrays)
           del arrays
 

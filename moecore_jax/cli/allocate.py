@@ -13,9 +13,9 @@ from moecore_jax.cli import options
 from moecore_jax.cli.plan import read_model
 from moecore_jax.config import RunConfig
 from moecore_jax.evaluation.results import write_atomic
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.reporting import table
 from moecore_jax.residency import allocator
-from moecore_jax.runtime.plan import expert_bytes
 from moecore_jax.specs import ExpertGroup, RhacSpec
 from moecore_jax.traces import Phase, ReplayPolicy, Trace, hit_rates, load
 

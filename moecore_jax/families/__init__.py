@@ -3,11 +3,41 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moecore_jax.families import deepseek_v3
+from moecore_jax.families import (
+  deepseek_v2,
+  deepseek_v3,
+  deepseek_v32,
+  glm4_moe,
+  glm_moe_dsa,
+  gpt_oss,
+  granitemoe,
+  mixtral,
+  olmoe,
+  qwen2_moe,
+  qwen3_moe,
+)
 from moecore_jax.families.keymap import KeyMap
 from moecore_jax.specs import ModelSpec
 
-_FAMILIES = {deepseek_v3.MODEL_TYPE: deepseek_v3}
+_FAMILIES = {
+  family.MODEL_TYPE: family
+  for family in (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    glm4_moe,
+    glm_moe_dsa,
+    gpt_oss,
+    granitemoe,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+  )
+}
+
+NAMES = tuple(sorted(_FAMILIES))
+"""Model types that are supported."""
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -18,9 +48,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   """
   model_type = config.get("model_type")
   if model_type not in _FAMILIES:
-    raise ValueError(
-      f"config.json: model_type {model_type!r} is not one of {', '.join(sorted(_FAMILIES))}"
-    )
+    raise ValueError(f"config.json: model_type {model_type!r} is not one of {', '.join(NAMES)}")
   return _FAMILIES[model_type].model_spec(config)
 
 

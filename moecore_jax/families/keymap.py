@@ -41,7 +41,9 @@ class ExpertRule:
     group: index of the expert group.
     row: row of the group's bank.
     sources: published keys it is made of.
-    make: maps the sources' arrays, in order, to (gate_up [D, 2F], down [F, D]).
+    make: maps the sources' arrays, in order, to (gate_up [D, 2F], down [F, D]), each with its bias
+      as one more row where there are biases.
+    entry: its place along the first axis of the sources, None where they are its own.
   """
 
   bank: str
@@ -49,6 +51,7 @@ class ExpertRule:
   row: int
   sources: tuple[str, ...]
   make: Callable[..., tuple[np.ndarray, np.ndarray]]
+  entry: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ top-k order, so that the order of arithmetic, and with it every bit of the resul
 on which expert ran when or from where.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,9 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from moecore_jax.models.layers import gated_unit
 from moecore_jax.models.router import Routing
 from moecore_jax.quantization import formats
-from moecore_jax.specs import ExpertFormat, ExpertGroup
+from moecore_jax.quantization.matmul import affine
+from moecore_jax.specs import ActivationSpec, ExpertFormat, ExpertGroup
+
+SWIGLU = ActivationSpec()
 
 ExpertArrays = dict[str, jax.Array]
 """{"gate_up": [..., D, 2F or words], "down": [..., F, D or words]} as stored, one row an expert or
@@ -57,7 +62,7 @@ class RoutedExperts(nnx.Module):
 
     def fetch(rows: jax.Array) -> jax.Array:
       rows = jax.device_put(lax.slice_in_dim(rows, start, start + count), jax.memory.Space.Device)
-      return formats.unpack(rows, self.format, self.dtype)
+      return formats.unpack(rows, self.format, self.dtype, self.group.has_bias)
 
     gate_up, down = (fetch(getattr(self, name)[...]) for name in ("gate_up", "down"))
     return gate_up, down
@@ -75,15 +80,38 @@ def bank_layout(
     "down": (group.expert_dim, group.embed_dim),
   }
   return {
-    name: ((group.num_rows, *formats.storage_shape(*shape, fmt)), dtype)
+    name: ((group.num_rows, *formats.storage_shape(*shape, fmt, group.has_bias)), dtype)
     for name, shape in shapes.items()
   }
 
 
-def expert_mlp(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-  """One expert, SwiGLU: x [T, D], gate_up [D, 2F], down [F, D], all of one dtype, to [T, D]."""
-  gate, up = jnp.split(x @ gate_up, 2, axis=-1)
-  return (jax.nn.silu(gate) * up) @ down
+def expert_bytes(group: ExpertGroup, fmt: ExpertFormat) -> int:
+  """Returns the stored bytes of one expert of a group."""
+  layout = bank_layout(group, fmt).values()
+  return sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in layout)
+
+
+def expert_mlp(
+  x: jax.Array,
+  gate_up: jax.Array,
+  down: jax.Array,
+  activation: ActivationSpec = SWIGLU,
+  fmt: ExpertFormat = "float32",
+) -> jax.Array:
+  """One expert, or a batch of them.
+
+  Args:
+    x: [..., T, D].
+    gate_up: stored [..., D, 2F], or as the format and biases shape it.
+    down: stored [..., F, D], likewise.
+    activation: the gated unit.
+    fmt: format of the two.
+
+  Returns:
+    [..., T, D].
+  """
+  gate, up = jnp.split(affine(x, gate_up, fmt), 2, axis=-1)
+  return affine(gated_unit(gate, up, activation), down, fmt)
 
 
 def combine(rank_outputs: jax.Array, topk_weights: jax.Array) -> jax.Array:
@@ -197,7 +225,12 @@ def run_on_blocks(
 
 
 def run_all_at_once(
-  h: jax.Array, routing: Routing, gate_up: jax.Array, down: jax.Array, capacity: int
+  h: jax.Array,
+  routing: Routing,
+  gate_up: jax.Array,
+  down: jax.Array,
+  capacity: int,
+  activation: ActivationSpec = SWIGLU,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs all experts of a layer as batched products: the differentiable form, for training and for
   whole-sequence calls.
@@ -205,10 +238,11 @@ def run_all_at_once(
   Args:
     h: [T, D], expert inputs.
     routing: of the T tokens.
-    gate_up: [N, D, 2F].
+    gate_up: [N, D, 2F] float, biases as one more row.
     down: [N, F, D].
     capacity: tokens that one expert takes, 1..T; entries beyond it are dropped (none at capacity
       T).
+    activation: the gated unit.
 
   Returns:
     The combined outputs [T, D], and int32 [N], the tokens that chose each expert.
@@ -226,8 +260,7 @@ def run_all_at_once(
   x = jnp.take(h, token_of_slot, axis=0, mode="fill", fill_value=0).reshape(
     num_experts, capacity, -1
   )
-  gate, up = jnp.split(jnp.einsum("ncd,ndf->ncf", x, gate_up), 2, axis=-1)
-  y = jnp.einsum("ncf,nfd->ncd", jax.nn.silu(gate) * up, down).reshape(num_experts * capacity, -1)
+  y = expert_mlp(x, gate_up, down, activation).reshape(num_experts * capacity, -1)
   slot_of_entry = jnp.zeros((tokens * ranks,), jnp.int32).at[order].set(slot)
   rank_outputs = jnp.take(y, slot_of_entry, axis=0, mode="fill", fill_value=0)
   return combine(rank_outputs.reshape(tokens, ranks, -1), routing.topk_weights), load

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
-from moecore_jax.specs import RopeSpec
+from moecore_jax.specs import ActivationSpec, RopeSpec
 
 
-def linear(in_dim: int, out_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
-  """Returns a bias-free linear map whose kernel is [in_dim, out_dim] of `dtype`."""
-  return nnx.Linear(in_dim, out_dim, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
+def linear(
+  in_dim: int, out_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs, use_bias: bool = False
+) -> nnx.Linear:
+  """Returns a linear map whose kernel is [in_dim, out_dim] of `dtype`."""
+  return nnx.Linear(in_dim, out_dim, use_bias=use_bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
 def rms_norm(dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -20,17 +23,36 @@ def rms_norm(dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSN
   return nnx.RMSNorm(dim, epsilon=eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
-class SwiGLU(nnx.Module):
-  """down(silu(gate x) * up x), gate and up in one kernel [D, 2 * hidden]."""
+def gated_unit(gate: jax.Array, up: jax.Array, spec: ActivationSpec) -> jax.Array:
+  """Returns the gated unit of the halves [..., F]."""
+  if spec.limit is not None:
+    gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+  if spec.up_shift:
+    up = up + spec.up_shift
+  if spec.alpha == 1:
+    return jax.nn.silu(gate) * up
+  return gate * jax.nn.sigmoid(spec.alpha * gate) * up
 
-  def __init__(self, embed_dim: int, hidden_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
+
+class GatedMLP(nnx.Module):
+  """A gated unit between two linear maps, gate and up in one kernel [D, 2 * hidden]."""
+
+  def __init__(
+    self,
+    embed_dim: int,
+    hidden_dim: int,
+    activation: ActivationSpec,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
+  ):
+    self.activation = activation
     self.gate_up_proj = linear(embed_dim, 2 * hidden_dim, dtype, rngs)
     self.down_proj = linear(hidden_dim, embed_dim, dtype, rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., D] to [..., D]."""
     gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-    return self.down_proj(jax.nn.silu(gate) * up)
+    return self.down_proj(gated_unit(gate, up, self.activation))
 
 
 def rope_frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
@@ -50,8 +72,10 @@ def rope_frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
       n * math.log(yarn.original_max_position / (2 * math.pi * beta)) / (2 * math.log(spec.theta))
     )
 
-  low = max(math.floor(correction(yarn.beta_fast)), 0)
-  high = min(math.ceil(correction(yarn.beta_slow)), n - 1)
+  low, high = correction(yarn.beta_fast), correction(yarn.beta_slow)
+  if yarn.is_truncated:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, n - 1)
   ramp = np.clip((np.arange(n // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
   keep = 1.0 - ramp
   frequencies = keep * frequencies + (1.0 - keep) * frequencies / yarn.factor
@@ -65,12 +89,12 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
-  """Rotates interleaved pairs (2i, 2i + 1) of the last axis.
+  """Rotates the first `spec.dim` components of the last axis.
 
   Args:
-    x: float [B, T, ..., dim].
+    x: float [B, T, ..., dim or more].
     positions: int32 [B, T].
-    spec: frequencies; dim must equal x's last axis.
+    spec: frequencies and pairs.
 
   Returns:
     Same shape and dtype as x, pairs left in place.
@@ -81,7 +105,13 @@ def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
   )
   angles = angles.reshape(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + (spec.dim // 2,))
   cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-  pairs = x.astype(jnp.float32).reshape((*x.shape[:-1], spec.dim // 2, 2))
-  even, odd = pairs[..., 0], pairs[..., 1]
-  rotated = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-  return rotated.reshape(x.shape).astype(x.dtype)
+  turning, rest = jnp.split(x, [spec.dim], axis=-1)
+  # The pair's own axis is the last for (2i, 2i + 1), the one before for (i, i + dim / 2).
+  axis, shape = (
+    (-1, (spec.dim // 2, 2)) if spec.pairs == "interleaved" else (-2, (2, spec.dim // 2))
+  )
+  pairs = turning.astype(jnp.float32).reshape((*x.shape[:-1], *shape))
+  first, second = (lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
+  rotated = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=axis)
+  rotated = rotated.reshape(turning.shape).astype(x.dtype)
+  return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated

@@ -1,5 +1,6 @@
 """The router: selection scores, the chosen experts and their mixing weights."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,7 +31,8 @@ class SelectionBias(nnx.Variable):
 
 
 class Router(nnx.Module):
-  """Sigmoid router with selection bias and optional groups, in float32.
+  """A linear router, in float32. Its `bias` is a SelectionBias or a Param of the logits, as the
+  spec says.
 
   Source: DeepSeek-V3 (2024), sections 2.1.2 and 2.1.3.
   """
@@ -39,7 +41,9 @@ class Router(nnx.Module):
     self.spec = spec
     init = nnx.initializers.lecun_normal()
     self.kernel = nnx.Param(init(rngs.params(), (embed_dim, spec.num_experts), jnp.float32))
-    self.bias = SelectionBias(jnp.zeros((spec.num_experts,), jnp.float32))
+    if spec.bias != "none":
+      kind = SelectionBias if spec.bias == "selection" else nnx.Param
+      self.bias = kind(jnp.zeros((spec.num_experts,), jnp.float32))
 
   def __call__(self, h: jax.Array) -> Routing:
     """Routes tokens.
@@ -52,24 +56,35 @@ class Router(nnx.Module):
     """
     spec = self.spec
     logits = jnp.matmul(h.astype(jnp.float32), self.kernel[...], precision=lax.Precision.HIGHEST)
-    scores = jax.nn.sigmoid(logits)
-    selection = scores + self.bias[...][None, :]
+    if spec.bias == "logits":
+      logits = logits + self.bias[...][None, :]
+    scores = selection = _SCORES[spec.scoring](logits)
+    if spec.bias == "selection":
+      selection = scores + self.bias[...][None, :]
     if spec.num_groups > 1:
       selection = _keep_best_groups(selection, spec)
     _, topk_ids = lax.top_k(selection, spec.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
-    if spec.norm_topk:
+    if spec.scoring == "softmax_topk":
+      weights = jax.nn.softmax(weights, axis=-1)
+    elif spec.norm_topk:
       weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return Routing(selection, topk_ids, weights * spec.scale)
 
 
+_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "sigmoid": jax.nn.sigmoid,
+  "softmax": jax.nn.softmax,
+  "softmax_topk": lambda logits: logits,
+}
+
+
 def _keep_best_groups(selection: jax.Array, spec: RouterSpec) -> jax.Array:
-  """Masks with -inf all but the best `topk_groups` groups; a group's worth is the sum of its two
-  largest scores.
-  """
+  """Masks with -inf all but the best `topk_groups` groups."""
   tokens = selection.shape[0]
   grouped = selection.reshape(tokens, spec.num_groups, -1)
-  worth = lax.top_k(grouped, 2)[0].sum(-1)  # [T, G]
+  largest = 2 if spec.group_score == "top2" else 1
+  worth = lax.top_k(grouped, largest)[0].sum(-1)  # [T, G]
   _, best = lax.top_k(worth, spec.topk_groups)
   kept = jnp.any(best[:, :, None] == jnp.arange(spec.num_groups)[None, None, :], axis=1)
   return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(selection.shape)

@@ -11,11 +11,20 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from moecore_jax.models.attention.gqa import GQAttention
 from moecore_jax.models.attention.mla import MLAttention
 from moecore_jax.models.experts import RoutedExperts, run_all_at_once
-from moecore_jax.models.layers import SwiGLU, linear, rms_norm
+from moecore_jax.models.layers import GatedMLP, linear, rms_norm
 from moecore_jax.models.router import Router, Routing
-from moecore_jax.specs import DenseSpec, ExpertFormat, LayerSpec, ModelSpec, MoESpec
+from moecore_jax.specs import (
+  AttentionSpec,
+  DenseSpec,
+  ExpertFormat,
+  LayerSpec,
+  MLASpec,
+  ModelSpec,
+  MoESpec,
+)
 
 
 class MoEBlock(nnx.Module):
@@ -23,26 +32,55 @@ class MoEBlock(nnx.Module):
   RoutedExperts.
   """
 
-  def __init__(self, spec: MoESpec, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.router = Router(spec.router, embed_dim, rngs)
-    self.shared = SwiGLU(embed_dim, spec.shared_dim, dtype, rngs) if spec.shared_dim else None
+  def __init__(self, spec: MoESpec, model: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs):
+    dim = model.embed_dim
+    self.router = Router(spec.router, dim, rngs)
+    self.shared = (
+      GatedMLP(dim, spec.shared_dim, model.activation, dtype, rngs) if spec.shared_dim else None
+    )
+    self.shared_gate = linear(dim, 1, dtype, rngs) if spec.has_shared_gate else None
 
   def add_shared(self, routed: jax.Array, h: jax.Array) -> jax.Array:
     """Returns routed [T, D] plus the shared expert's output for h [T, D]."""
-    return routed if self.shared is None else routed + self.shared(h)
+    if self.shared is None:
+      return routed
+    shared = self.shared(h)
+    if self.shared_gate is not None:
+      shared = jax.nn.sigmoid(self.shared_gate(h)) * shared
+    return routed + shared
+
+
+Attention = MLAttention | GQAttention
+
+
+def make_attention(
+  spec: AttentionSpec, model: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> Attention:
+  """Returns the attention of one layer."""
+  if isinstance(spec, MLASpec):
+    return MLAttention(spec, model.embed_dim, dtype, rngs)
+  return GQAttention(spec, model.embed_dim, model.rms_norm_eps, dtype, rngs)
 
 
 class DecoderLayer(nnx.Module):
   """Pre-norm attention and a dense or mixture-of-experts block."""
 
-  def __init__(self, spec: LayerSpec, embed_dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-    self.attention_norm = rms_norm(embed_dim, eps, dtype, rngs)
-    self.attention = MLAttention(spec.attention, embed_dim, dtype, rngs)
-    self.mlp_norm = rms_norm(embed_dim, eps, dtype, rngs)
+  def __init__(self, spec: LayerSpec, model: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs):
+    dim, eps = model.embed_dim, model.rms_norm_eps
+    self.residual_multiplier = model.residual_multiplier
+    self.attention_norm = rms_norm(dim, eps, dtype, rngs)
+    self.attention = make_attention(spec.attention, model, dtype, rngs)
+    self.mlp_norm = rms_norm(dim, eps, dtype, rngs)
     if isinstance(spec.mlp, DenseSpec):
-      self.mlp: SwiGLU | MoEBlock = SwiGLU(embed_dim, spec.mlp.hidden_dim, dtype, rngs)
+      self.mlp: GatedMLP | MoEBlock = GatedMLP(
+        dim, spec.mlp.hidden_dim, model.activation, dtype, rngs
+      )
     else:
-      self.mlp = MoEBlock(spec.mlp, embed_dim, dtype, rngs)
+      self.mlp = MoEBlock(spec.mlp, model, dtype, rngs)
+
+  def add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Adds what a block gave, [..., D], to the stream x [..., D]."""
+    return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
 
   @property
   def is_moe(self) -> bool:
@@ -57,12 +95,15 @@ class ForwardOut(NamedTuple):
     hidden: [B, T, D], the stream after the final norm.
     routings: one Routing of B * T tokens for each MoE layer.
     loads: int32 [N] for each MoE layer, tokens that chose each expert.
+    picks: for each layer the keys that its sparse attention read, int32 [B, T, topk], None where
+      attention is dense.
   """
 
   logits: jax.Array
   hidden: jax.Array
   routings: tuple[Routing, ...]
   loads: tuple[jax.Array, ...]
+  picks: tuple[jax.Array | None, ...] = ()
 
 
 class MTPLayer(nnx.Module):
@@ -72,11 +113,12 @@ class MTPLayer(nnx.Module):
   Source: DeepSeek-V3 (2024), section 2.2.
   """
 
-  def __init__(self, spec: LayerSpec, embed_dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+  def __init__(self, spec: LayerSpec, model: ModelSpec, dtype: jnp.dtype, rngs: nnx.Rngs):
+    embed_dim, eps = model.embed_dim, model.rms_norm_eps
     self.embed_norm = rms_norm(embed_dim, eps, dtype, rngs)
     self.hidden_norm = rms_norm(embed_dim, eps, dtype, rngs)
     self.merge_proj = linear(2 * embed_dim, embed_dim, dtype, rngs)
-    self.block = DecoderLayer(spec, embed_dim, eps, dtype, rngs)
+    self.block = DecoderLayer(spec, model, dtype, rngs)
     self.final_norm = rms_norm(embed_dim, eps, dtype, rngs)
 
   def merge(self, embedded: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -109,13 +151,13 @@ class Transformer(nnx.Module):
     self.spec, self.dtype = spec, dtype
     dim, eps = spec.embed_dim, spec.rms_norm_eps
     self.embed = nnx.Embed(spec.vocab_size, dim, dtype=dtype, param_dtype=dtype, rngs=rngs)
-    self.layers = nnx.List([DecoderLayer(layer, dim, eps, dtype, rngs) for layer in spec.layers])
+    self.layers = nnx.List([DecoderLayer(layer, spec, dtype, rngs) for layer in spec.layers])
     self.experts = nnx.List(
       [RoutedExperts(g, expert_format, dtype, rngs) for g in spec.expert_groups]
     )
     self.norm = rms_norm(dim, eps, dtype, rngs)
     self.lm_head = None if spec.tie_embeddings else linear(dim, spec.vocab_size, dtype, rngs)
-    self.mtp = nnx.List([MTPLayer(layer, dim, eps, dtype, rngs) for layer in spec.mtp_layers])
+    self.mtp = nnx.List([MTPLayer(layer, spec, dtype, rngs) for layer in spec.mtp_layers])
     self.mtp_experts = nnx.List(
       [RoutedExperts(g, expert_format, dtype, rngs) for g in spec.mtp_expert_groups]
     )
@@ -123,7 +165,7 @@ class Transformer(nnx.Module):
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Maps final-norm hidden states [..., D] to float32 logits [..., V]."""
     logits = self.embed.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
-    return logits.astype(jnp.float32)
+    return logits.astype(jnp.float32) / self.spec.logits_divisor
 
   def __call__(self, tokens: jax.Array, capacity_factor: float | None = None) -> ForwardOut:
     """Runs whole sequences without a cache.
@@ -136,20 +178,21 @@ class Transformer(nnx.Module):
       ForwardOut.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x, routings, loads = self.embed(tokens), [], []
+    x, routings, loads = self.embed(tokens) * self.spec.embedding_multiplier, [], []
+    picks: list[jax.Array | None] = [None]
     for i, layer in enumerate(self.layers):
+      y, chosen = layer.attention(layer.attention_norm(x), positions, picks[-1])
+      x = layer.add(x, y)
+      picks.append(chosen)
       if layer.is_moe:
         group, index = self.spec.group_of(i)
-        x, routing, load = moe_layer(
-          layer, self.experts[group], index, x, positions, capacity_factor
-        )
+        x, routing, load = run_moe(self.spec, layer, self.experts[group], index, x, capacity_factor)
         routings.append(routing)
         loads.append(load)
       else:
-        x = x + layer.attention(layer.attention_norm(x), positions)
-        x = x + layer.mlp(layer.mlp_norm(x))
+        x = layer.add(x, layer.mlp(layer.mlp_norm(x)))
     hidden = self.norm(x)
-    return ForwardOut(self.logits(hidden), hidden, tuple(routings), tuple(loads))
+    return ForwardOut(self.logits(hidden), hidden, tuple(routings), tuple(loads), tuple(picks[1:]))
 
   def draft(
     self,
@@ -177,36 +220,37 @@ class Transformer(nnx.Module):
     )
     index = self.spec.mtp_expert_groups[group].index_of(depth)
     x = mtp.merge(self.embed(next_tokens), hidden)
-    x, routing, load = moe_layer(
-      mtp.block, self.mtp_experts[group], index, x, positions, capacity_factor
+    block = mtp.block
+    y, _ = block.attention(block.attention_norm(x), positions)
+    x, routing, load = run_moe(
+      self.spec, block, self.mtp_experts[group], index, block.add(x, y), capacity_factor
     )
     hidden = mtp.final_norm(x)
     return ForwardOut(self.logits(hidden), hidden, (routing,), (load,))
 
 
-def moe_layer(
+def run_moe(
+  model: ModelSpec,
   layer: DecoderLayer,
   experts: RoutedExperts,
   index: int,
   x: jax.Array,
-  positions: jax.Array,
   capacity_factor: float | None,
 ) -> tuple[jax.Array, Routing, jax.Array]:
-  """Runs one MoE layer over whole sequences with all its experts fetched.
+  """Runs the MoE block of one layer over whole sequences with all its experts fetched.
 
   Args:
+    model: the model.
     layer: the decoder layer.
     experts: bank of its group.
     index: position of the layer in the group.
-    x: stream [B, T, D].
-    positions: int32 [B, T].
+    x: stream [B, T, D] after the layer's attention.
     capacity_factor: tokens an expert takes, as a multiple of the mean; None drops nothing.
 
   Returns:
     The stream [B, T, D], the routing of the B * T tokens, and int32 [N] tokens that chose each
     expert.
   """
-  x = x + layer.attention(layer.attention_norm(x), positions)
   h = layer.mlp_norm(x).reshape(-1, x.shape[-1])
   assert isinstance(layer.mlp, MoEBlock)
   routing = layer.mlp.router(h)
@@ -214,5 +258,6 @@ def moe_layer(
   if capacity_factor is not None:
     mean = h.shape[0] * routing.topk_ids.shape[1] / routing.selection_scores.shape[1]
     capacity = min(capacity, max(1, round(capacity_factor * mean)))
-  routed, load = run_all_at_once(h, routing, *experts.layer_weights(index), capacity)
-  return x + layer.mlp.add_shared(routed, h).reshape(x.shape), routing, load
+  weights = experts.layer_weights(index)
+  routed, load = run_all_at_once(h, routing, *weights, capacity, model.activation)
+  return layer.add(x, layer.mlp.add_shared(routed, h).reshape(x.shape)), routing, load

@@ -1,10 +1,19 @@
-"""Storage formats of expert rows: float32 as it is, narrower formats packed in uint32 words.
+"""Storage formats of expert weights: float32 as it is, every other format in uint32 words.
 
-One expert is two arrays, `gate_up` [D, 2F] (gate columns first) and `down` [F, D], both applied as
-`x @ w`. A packed array keeps its first dimension and packs the output axis in planes: with p values
-a word, word j of a row holds columns j, j + W, .., j + (p - 1) W, lowest bits first, where W =
-columns / p. Unpacking is shifts and one concatenation, which every backend fuses, and the word
-array is an integer array, which no backend converts or re-lays as a whole.
+One expert is two stored arrays, `gate_up` [D, 2F] (gate columns first) and `down` [F, D], both
+applied as `x @ w`. A packed array packs the output axis in planes: with p values a word, word j of
+a row holds columns j, j + W, .., j + (p - 1) W, lowest bits first, where W = columns / p. Unpacking
+is shifts and one concatenation, which every backend fuses, and the word array is an integer array,
+which no backend converts or re-lays as a whole.
+
+Below the rows of the weight an array holds what belongs to it, so that one transfer brings all:
+
+    float32, bfloat16   the bias, one row in the same format, where there is one
+    w4a8                a float32 scale for each column and group of rows, then the bias in float32;
+                        bit-cast to words, 8 rows of W words each
+
+`w4a8` is symmetric int4 with one group of all rows; `w4a8_g128` has groups of 128 rows, and so on.
+Activations are quantised when they meet the weight, see `quantization.matmul`.
 """
 
 import jax
@@ -12,83 +21,127 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from moecore_jax.quantization import int4
 from moecore_jax.specs import ExpertFormat
 
 VALUES_PER_WORD: dict[str, int] = {"float32": 1, "bfloat16": 2}
 
 
+def values_per_word(fmt: ExpertFormat) -> int:
+  """Returns how many values share a stored element."""
+  return int4.VALUES_PER_WORD if is_int4(fmt) else VALUES_PER_WORD[fmt]
+
+
+def is_int4(fmt: ExpertFormat) -> bool:
+  return fmt.startswith("w4a8")
+
+
+def group_rows(fmt: ExpertFormat, rows: int) -> int:
+  """Returns the rows of a weight that share a scale.
+
+  Raises:
+    ValueError: the rows do not fill whole groups.
+  """
+  _, _, size = fmt.partition("_g")
+  count = int(size) if size else rows
+  if rows % count:
+    raise ValueError(f"a weight of {rows} rows does not fill {fmt} groups of {count}; use w4a8")
+  return count
+
+
 def storage_dtype(fmt: ExpertFormat) -> np.dtype:
-  """Returns the dtype of stored rows: float32, or uint32 words."""
+  """Returns the dtype of stored arrays: float32, or uint32 words."""
   return np.dtype(np.float32 if fmt == "float32" else np.uint32)
 
 
-def storage_shape(rows: int, columns: int, fmt: ExpertFormat) -> tuple[int, int]:
-  """Returns the stored shape of a [rows, columns] weight.
+def storage_shape(
+  rows: int, columns: int, fmt: ExpertFormat, has_bias: bool = False
+) -> tuple[int, int]:
+  """Returns the stored shape of a [rows, columns] weight and its bias.
 
   Raises:
-    ValueError: the columns do not fill whole words.
+    ValueError: the columns do not fill whole words, or the rows whole groups.
   """
-  values = VALUES_PER_WORD[fmt]
+  values = values_per_word(fmt)
   if columns % values:
     raise ValueError(
       f"a weight of {columns} columns does not fill {fmt} words of {values} values; use float32"
     )
-  return rows, columns // values
+  extra = int(has_bias)
+  if is_int4(fmt):
+    extra = int4.ROWS_OF_FLOATS * (rows // group_rows(fmt, rows) + has_bias)
+  return rows + extra, columns // values
 
 
-def pack(weight: np.ndarray, fmt: ExpertFormat) -> np.ndarray:
+def pack(weight: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.ndarray:
   """Packs a host weight.
 
   Args:
-    weight: [..., rows, columns] float32 or bfloat16 (ml_dtypes), in NumPy.
-    fmt: target format; bfloat16 rounds to nearest even.
+    weight: [..., rows, columns] float32 or bfloat16 (ml_dtypes), in NumPy; the last row is the bias
+      where there is one.
+    fmt: target format; bfloat16 rounds to nearest even, w4a8 to the nearest of 15 steps.
+    has_bias: there is one.
 
   Returns:
-    float32 [..., rows, columns] or uint32 [..., rows, columns / 2], in NumPy.
+    [..., *storage_shape] in NumPy.
   """
   if fmt == "float32":
     return np.ascontiguousarray(weight, np.float32)
-  storage_shape(weight.shape[-2], weight.shape[-1], fmt)
+  rows = weight.shape[-2] - has_bias
+  storage_shape(rows, weight.shape[-1], fmt, has_bias)
+  if is_int4(fmt):
+    weight = np.asarray(weight, np.float32)
+    kernel, bias = np.split(weight, [rows], axis=-2)
+    return int4.pack(kernel, bias, group_rows(fmt, rows))
   halves = np.asarray(weight).astype(jnp.bfloat16).view(np.uint16)
   low, high = np.split(halves, 2, axis=-1)
   return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
 
-def unpack(stored: jax.Array, fmt: ExpertFormat, dtype: jnp.dtype) -> jax.Array:
-  """Unpacks one stored weight inside a program.
+def unpack(
+  stored: jax.Array, fmt: ExpertFormat, dtype: jnp.dtype, has_bias: bool = False
+) -> jax.Array:
+  """Unpacks stored weights inside a program: the values that they stand for.
 
   Args:
-    stored: float32 [..., rows, columns] or uint32 words, device memory.
+    stored: [..., *storage_shape], device memory.
     fmt: format of `stored`.
     dtype: float type of the result.
+    has_bias: the last row of the result is a bias.
 
   Returns:
-    dtype [..., rows, columns].
+    dtype [..., rows (+ 1), columns].
   """
   if fmt == "float32":
     return stored.astype(dtype)
+  if is_int4(fmt):
+    rows = _int4_rows(stored.shape[-2], fmt, has_bias)
+    return int4.dequantize(stored, rows, group_rows(fmt, rows)).astype(dtype)
   low = lax.bitcast_convert_type(stored << jnp.uint32(16), jnp.float32)
   high = lax.bitcast_convert_type(stored & jnp.uint32(0xFFFF0000), jnp.float32)
   return jnp.concatenate([low, high], axis=-1).astype(dtype)
 
 
-def unpack_host(stored: np.ndarray, fmt: ExpertFormat) -> np.ndarray:
-  """Unpacks host weights: the exact inverse of `pack`.
-
-  Args:
-    stored: float32 [..., rows, columns] or uint32 words, in NumPy.
-    fmt: format of `stored`.
+def unpack_host(stored: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.ndarray:
+  """Unpacks host weights: the values that they stand for; the exact inverse of `pack` for float
+  formats.
 
   Returns:
-    [..., rows, columns] in NumPy, float32 or bfloat16 (ml_dtypes).
+    [..., rows (+ 1), columns] in NumPy, float32, or bfloat16 (ml_dtypes) for that format.
   """
   if fmt == "float32":
     return stored
+  if is_int4(fmt):
+    rows = _int4_rows(stored.shape[-2], fmt, has_bias)
+    return int4.dequantize_host(stored, rows, group_rows(fmt, rows))
   low, high = stored.astype(np.uint16), (stored >> np.uint32(16)).astype(np.uint16)
   return np.concatenate([low, high], axis=-1).view(jnp.bfloat16)
 
 
-def expert_bytes(embed_dim: int, expert_dim: int, fmt: ExpertFormat) -> int:
-  """Returns the stored bytes of one expert."""
-  words = 3 * embed_dim * expert_dim // VALUES_PER_WORD[fmt]
-  return words * 4
+def _int4_rows(stored_rows: int, fmt: ExpertFormat, has_bias: bool) -> int:
+  """Returns the rows of the weight in a stored array of so many."""
+  rows = stored_rows - int4.ROWS_OF_FLOATS * has_bias
+  _, _, size = fmt.partition("_g")
+  if not size:
+    return rows - int4.ROWS_OF_FLOATS
+  return rows * int(size) // (int(size) + int4.ROWS_OF_FLOATS)

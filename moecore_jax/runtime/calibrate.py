@@ -23,10 +23,10 @@ from jax import lax
 
 from moecore_jax import memory, planner
 from moecore_jax.models import experts as experts_lib
-from moecore_jax.models.attention.blockwise import padded_row_dim
+from moecore_jax.models.attention.cache import cache_shapes
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.models.transformer import DecoderLayer
 from moecore_jax.runtime import routed, stack
-from moecore_jax.runtime.plan import expert_bytes
 from moecore_jax.runtime.program import Program, make_program
 from moecore_jax.specs import (
   DenseSpec,
@@ -173,9 +173,7 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
   """Times the phases of one layer on as many tokens as a decode step has."""
   model, engine, dtype = program.model, program.engine, program.dtype
   graphdef, abstract = nnx.split(
-    nnx.eval_shape(
-      lambda: DecoderLayer(layer, model.embed_dim, model.rms_norm_eps, dtype, nnx.Rngs(0))
-    )
+    nnx.eval_shape(lambda: DecoderLayer(layer, model, dtype, nnx.Rngs(0)))
   )
   params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
   x = jnp.ones((engine.batch_size, 1, model.embed_dim), dtype)
@@ -190,15 +188,17 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
 
     return _seconds(repeat, params, (x, *state))
 
-  row_dim = padded_row_dim(layer.attention.latent_dim)
-  cache = jnp.zeros((1, engine.batch_size, engine.context_tokens, row_dim), dtype)
+  cache = {
+    name: jnp.zeros((1, engine.batch_size, *shape), dtype)
+    for name, shape in cache_shapes(layer.attention, engine.context_tokens).items()
+  }
   positions = jnp.full((engine.batch_size, 1), engine.context_tokens // 2, jnp.int32)
   tokens = stack.Tokens(positions, jnp.ones_like(positions, bool), jnp.int32(0))
   attention = time_phase(
-    lambda module, x, cache: stack.attend(
-      module, jnp.int32(0), x, cache, tokens, engine.kv_block_tokens
+    lambda module, x, caches: stack.attend(
+      module, jnp.int32(0), x, caches, 0, tokens, engine.kv_block_tokens
     ),
-    cache,
+    {0: cache} | stack.no_picks([layer], engine.context_tokens, tokens),
   )
   if isinstance(layer.mlp, DenseSpec):
     dense = time_phase(lambda module, x: (x + module.mlp(module.mlp_norm(x)),))
@@ -231,7 +231,7 @@ def _run_experts(
 
   outputs = lax.fori_loop(0, fan_out, run, jnp.zeros((*ids.shape, h.shape[1]), h.dtype))
   y = experts_lib.combine(outputs, jnp.full(ids.shape, 1 / fan_out, jnp.float32))
-  return x + module.mlp.add_shared(y, h)[:, None], pool
+  return module.add(x, module.mlp.add_shared(y, h)[:, None]), pool
 
 
 def _group_of(model: ModelSpec, layer: LayerSpec) -> ExpertGroup:

@@ -23,8 +23,7 @@ from moecore_jax import checkpoint
 from moecore_jax.checkpoint import store
 from moecore_jax.config import RunConfig
 from moecore_jax.memory import default_device
-from moecore_jax.models.experts import ExpertArrays
-from moecore_jax.quantization import formats
+from moecore_jax.models.experts import ExpertArrays, expert_bytes
 from moecore_jax.residency.profiles import ProfileSet
 from moecore_jax.runtime import plan
 from moecore_jax.runtime import program as program_lib
@@ -436,10 +435,10 @@ class Engine:
         enumerate(("decode", "prefill")), enumerate(state_lib.COUNTERS)
       )
     }
-    expert_bytes = self.expert_bytes()
+    sizes = self.expert_bytes()
     for phase in ("decode", "prefill"):
       loads = sum(figures[f"{phase}_{name}"] for name in ("misses", "prefetches", "staged"))
-      figures[f"{phase}_moved_bytes"] = loads * expert_bytes
+      figures[f"{phase}_moved_bytes"] = loads * sizes
     return figures
 
   def expert_bytes(self) -> np.ndarray:
@@ -449,9 +448,7 @@ class Engine:
       for i in self.model_spec.moe_layers
     ]
     fmt = self.spec.expert_format
-    return np.array(
-      [formats.expert_bytes(g.embed_dim, g.expert_dim, fmt) for g in groups], np.int64
-    )
+    return np.array([expert_bytes(group, fmt) for group in groups], np.int64)
 
   def memory_report(self) -> dict[str, dict[str, int]]:
     """Returns bytes by memory and region: of the arrays that exist, and of the buffers for whole

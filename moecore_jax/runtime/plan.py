@@ -14,16 +14,14 @@ import jax.numpy as jnp
 from moecore_jax import memory, planner
 from moecore_jax.checkpoint.template import dense_template, total_bytes
 from moecore_jax.config import RunConfig
-from moecore_jax.models.attention.blockwise import padded_row_dim
-from moecore_jax.models.experts import bank_layout
+from moecore_jax.models.attention.cache import cache_shapes
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.runtime.program import group_slots, make_program, staging_thresholds
 from moecore_jax.runtime.state import DecodeState, init_state
 from moecore_jax.specs import (
   DenseSpec,
   DeviceSpec,
   EngineSpec,
-  ExpertFormat,
-  ExpertGroup,
   LayerSpec,
   ModelSpec,
   ResidencySpec,
@@ -97,6 +95,7 @@ def make_plan(
   dense = dense_costs(model, jnp.dtype(engine.dtype))
   activations = activation_costs(model, engine)
   fmt = engine.expert_format
+  kv_row_bytes = _kv_bytes(model, engine, 0)
   demand = planner.Demand(
     pools=tuple(
       planner.ExpertPool(
@@ -107,7 +106,8 @@ def make_plan(
       for group in model.expert_groups
     ),
     dense_bytes=dense.total_bytes,
-    kv_token_bytes=total_bytes(state.kv) // (engine.batch_size * engine.context_tokens),
+    kv_token_bytes=(_kv_bytes(model, engine, 1 << 20) - kv_row_bytes) >> 20,
+    kv_row_bytes=kv_row_bytes,
     table_bytes=_table_bytes(state) - engine.batch_size * row_bytes - 4 * slot_entries,
     table_row_bytes=row_bytes,
     temporary_bytes=dense.largest_bytes
@@ -192,9 +192,9 @@ def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
   attention, routing) and, in the engine's dtype, H (R + block) + 2 A D + 4 F (queries, shares,
   expert outputs, the hidden of an expert, of the shared one or of a dense block). A batch row takes
   the KV block that is read, block R in float32; the head takes 4 V in float32. R is the padded
-  latent row.
+  cached row.
   """
-  row_dims = [padded_row_dim(layer.attention.latent_dim) for layer in model.layers]
+  row_dims = [_row_dim(layer) for layer in model.layers]
   return ActivationCosts(
     max(_layer_token_bytes(layer, model.embed_dim, engine) for layer in model.layers),
     _FLOAT_BYTES * engine.kv_block_tokens * max(row_dims),
@@ -203,7 +203,7 @@ def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
 
 
 def _layer_token_bytes(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> int:
-  row = padded_row_dim(layer.attention.latent_dim)
+  row = _row_dim(layer)
   attention = layer.attention.num_heads * (row + engine.kv_block_tokens)
   in_float32, in_dtype = 8 * embed_dim + attention, attention
   if isinstance(layer.mlp, DenseSpec):
@@ -216,10 +216,16 @@ def _layer_token_bytes(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> 
   return _FLOAT_BYTES * in_float32 + jnp.dtype(engine.dtype).itemsize * in_dtype
 
 
-def expert_bytes(group: ExpertGroup, fmt: ExpertFormat) -> int:
-  """Returns the stored bytes of one expert of a group."""
-  layout = bank_layout(group, fmt).values()
-  return sum(memory.num_bytes(shape[1:], dtype) for shape, dtype in layout)
+def _kv_bytes(model: ModelSpec, engine: EngineSpec, context_tokens: int) -> int:
+  """Returns the cached bytes of one batch row."""
+  shapes = (cache_shapes(layer.attention, context_tokens).values() for layer in model.layers)
+  numbers = sum(rows * width for shape in shapes for rows, width in shape)
+  return numbers * jnp.dtype(engine.dtype).itemsize
+
+
+def _row_dim(layer: LayerSpec) -> int:
+  """Returns the numbers of a token's cached rows."""
+  return sum(width for _, width in cache_shapes(layer.attention, 1).values())
 
 
 def _state(model: ModelSpec, residency: ResidencySpec, engine: EngineSpec) -> DecodeState:

@@ -208,14 +208,13 @@ def bind(make_module: Callable[[], ModuleT], params: Params) -> ModuleT:
 def bind_layer(program: Program, layer: LayerSpec, params: Params) -> DecoderLayer:
   """Returns one decoder layer over its parameters."""
   model, dtype = program.model, program.dtype
-  return bind(
-    lambda: DecoderLayer(layer, model.embed_dim, model.rms_norm_eps, dtype, nnx.Rngs(0)), params
-  )
+  return bind(lambda: DecoderLayer(layer, model, dtype, nnx.Rngs(0)), params)
 
 
 def embed(program: Program, params: Params, tokens) -> Any:
   """Returns the embeddings of int32 tokens [...], [..., D]."""
-  return jnp.take(params["embed"]["embedding"], tokens, axis=0, mode="clip")
+  x = jnp.take(params["embed"]["embedding"], tokens, axis=0, mode="clip")
+  return x * program.model.embedding_multiplier
 
 
 def head(program: Program, params: Params, x) -> Any:
@@ -226,11 +225,12 @@ def head(program: Program, params: Params, x) -> Any:
   )
   hidden = norm(x)
   if model.tie_embeddings:
-    return jnp.dot(hidden, params["embed"]["embedding"].T).astype(jnp.float32)
+    logits = jnp.dot(hidden, params["embed"]["embedding"].T)
+    return logits.astype(jnp.float32) / model.logits_divisor
   lm_head = bind(
     lambda: linear(model.embed_dim, model.vocab_size, dtype, nnx.Rngs(0)), params["lm_head"]
   )
-  return lm_head(hidden).astype(jnp.float32)
+  return lm_head(hidden).astype(jnp.float32) / model.logits_divisor
 
 
 def by_segment(program: Program, layers: dict[int, Params], stack: Callable) -> dict[int, Params]:

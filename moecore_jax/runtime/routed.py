@@ -16,7 +16,6 @@ from jax import lax
 from moecore_jax.models import experts as experts_lib
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.models.router import Routing
-from moecore_jax.quantization import formats
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.residency import slots as slots_lib
 from moecore_jax.residency.base import Policy, PolicyState, matches
@@ -132,9 +131,9 @@ def transient_row(program: Program, pool: ExpertArrays) -> int:
 def run_expert(program: Program, pool: ExpertArrays, row: jax.Array, x: jax.Array) -> jax.Array:
   """Applies the expert in pool row `row` to x [T, D]; only this one expert is unpacked."""
   stored = read_row(pool, row)
-  fmt = program.engine.expert_format
-  weights = {name: formats.unpack(value, fmt, x.dtype) for name, value in stored.items()}
-  return experts_lib.expert_mlp(x, weights["gate_up"], weights["down"])
+  return experts_lib.expert_mlp(
+    x, stored["gate_up"], stored["down"], program.model.activation, program.engine.expert_format
+  )
 
 
 def read_row(pool: ExpertArrays, row: jax.Array) -> ExpertArrays:

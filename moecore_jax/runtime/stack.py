@@ -7,14 +7,15 @@ start before the experts and are needed after the approach, so that both hide th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moecore_jax.models.attention.blockwise import blockwise_attention, pad_rows
+from moecore_jax.models.attention.cache import CacheArrays, LayerCache, Tokens
+from moecore_jax.models.attention.indexer import NO_PICK
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.runtime import ahead as ahead_lib
@@ -23,20 +24,7 @@ from moecore_jax.runtime import staging
 from moecore_jax.runtime.ahead import Pools
 from moecore_jax.runtime.program import Params, Program, bind_layer
 from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState, stack_counts
-
-
-class Tokens(NamedTuple):
-  """The tokens of one step: one a row in decode, one row's chunk in prefill.
-
-  Attributes:
-    positions: int32 [B, T].
-    valid: bool [B, T], False for padding.
-    row: int32 scalar, first row of the cache that they belong to.
-  """
-
-  positions: jax.Array
-  valid: jax.Array
-  row: jax.Array
+from moecore_jax.specs import LayerSpec, MLASpec
 
 
 class Ops(NamedTuple):
@@ -78,7 +66,7 @@ class Out(NamedTuple):
   """
 
   x: jax.Array
-  kv: tuple[jax.Array, ...]
+  kv: tuple[CacheArrays, ...]
   groups: tuple[GroupState, ...]
   counters: jax.Array
   hits: jax.Array
@@ -147,8 +135,11 @@ class _Step(NamedTuple):
     return bind_layer(self.program, segment.layer, params)
 
 
-Caches = dict[int, jax.Array]
-"""KV caches by segment: those that a part of the step writes."""
+Caches = dict[int, CacheArrays]
+"""KV caches by segment: those that a part of the step writes; and under PICKS, where layers share
+an indexer, the keys that the last one chose."""
+
+PICKS = -1
 
 
 class _Way(NamedTuple):
@@ -196,9 +187,10 @@ def run_layers(
   step = _Step(program, phase, params, banks, tokens, state.key, ops, staged, is_busy)
   first, *others = _ways(program)
   caches: Caches = dict(enumerate(state.kv))
+  caches |= no_picks(program.model.layers, program.engine.context_tokens, tokens)
   done = (x,) * (program.layer_prefetch.prefetch_step if staged else 0)
   buffer = step.stage(first.segment, jnp.int32(0), state.groups, done)
-  written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first))
+  written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first.caches))
   caches |= written
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
@@ -217,17 +209,17 @@ def run_layers(
         return out, _tell(program, flow.inputs)
 
       offsets = jnp.arange(segment.length - 1, dtype=jnp.int32)
-      (flow, written), earlier = lax.scan(body, (flow, _pick(caches, within)), offsets)
+      (flow, written), earlier = lax.scan(body, (flow, _pick(caches, within.caches)), offsets)
       caches |= written
       told.append(earlier)
     told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
     last = jnp.int32(segment.length - 1)
     flow, written = _transition(
-      step, s, last, following, jnp.int32(0), flow, _pick(caches, following)
+      step, s, last, following, jnp.int32(0), flow, _pick(caches, following.caches)
     )
     caches |= written
     s = following.segment
-  kv = tuple(caches[i] for i in range(len(caches)))
+  kv = tuple(caches[i] for i in range(len(program.segments)))
   of_layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *told)
   return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, of_layers)
 
@@ -243,8 +235,19 @@ def _ways(program: Program) -> list[_Way]:
   return [*ways, _Way(tuple(dense), None)]
 
 
-def _pick(caches: Caches, way: _Way) -> Caches:
-  return {s: caches[s] for s in way.caches}
+def _pick(caches: Caches, segments: Sequence[int]) -> Caches:
+  return {s: caches[s] for s in (*segments, PICKS) if s in caches}
+
+
+def no_picks(layers: Iterable[LayerSpec], context_tokens: int, tokens: Tokens) -> Caches:
+  """Returns the picks before the first layer, nothing where no layer shares an indexer."""
+  caches: Caches = {}
+  for layer in layers:
+    indexer = layer.attention.indexer if isinstance(layer.attention, MLASpec) else None
+    if indexer is not None and indexer.is_shared and context_tokens > indexer.topk:
+      shape = (*tokens.valid.shape, indexer.topk)
+      caches[PICKS] = {"picks": jnp.full(shape, NO_PICK, jnp.int32)}
+  return caches
 
 
 def _tell(program: Program, inputs: routed_lib.Inputs) -> Told:
@@ -319,7 +322,7 @@ def _transition(
     y, after = step.ops.execute(program, pool, flow.inputs, prepared)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, flow.inputs.h)
-    x = flow.x + y.reshape(flow.x.shape)
+    x = layer.add(flow.x, y.reshape(flow.x.shape))
     return after, _approach(step, way, next_offset, x, caches)
 
   counts, done = prepared.counts, flow.done
@@ -397,25 +400,25 @@ def _approach(
   Returns:
     The caches, the stream, and the inputs of the MoE layer's experts, None at the end.
   """
-  caches, block = dict(caches), step.program.engine.kv_block_tokens
+  block = step.program.engine.kv_block_tokens
   for s in way.dense:
 
     def body(carry, i, s=s):
-      x, cache = carry
-      layer = step.layer(s, i)
-      x, cache = attend(layer, i, x, cache, step.tokens, block)
-      return (x + layer.mlp(layer.mlp_norm(x)), cache), None
+      layer, (x, caches) = step.layer(s, i), carry
+      x, caches = attend(layer, i, x, caches, s, step.tokens, block)
+      return (layer.add(x, layer.mlp(layer.mlp_norm(x))), caches), None
 
     length = step.program.segments[s].length
+    carry = x, _pick(caches, (s,))
     if length == 1:
-      (x, caches[s]), _ = body((x, caches[s]), jnp.int32(0))
+      (x, written), _ = body(carry, jnp.int32(0))
     else:
-      offsets = jnp.arange(length, dtype=jnp.int32)
-      (x, caches[s]), _ = lax.scan(body, (x, caches[s]), offsets)
+      (x, written), _ = lax.scan(body, carry, jnp.arange(length, dtype=jnp.int32))
+    caches = caches | written
   if way.segment is None:
     return caches, x, None
   layer = step.layer(way.segment, offset)
-  x, caches[way.segment] = attend(layer, offset, x, caches[way.segment], step.tokens, block)
+  x, caches = attend(layer, offset, x, caches, way.segment, step.tokens, block)
   h = layer.mlp_norm(x)
   flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
   with jax.named_scope("router"):
@@ -425,44 +428,37 @@ def _approach(
 
 
 def attend(
-  layer: Any, offset: jax.Array, x: jax.Array, cache: jax.Array, tokens: Tokens, block: int
-) -> tuple[jax.Array, jax.Array]:
-  """Runs the attention of one layer over its cache.
+  layer: Any,
+  offset: jax.Array,
+  x: jax.Array,
+  caches: Caches,
+  segment: int,
+  tokens: Tokens,
+  block: int,
+) -> tuple[jax.Array, Caches]:
+  """Runs the attention of one layer over its caches.
 
   Args:
     layer: a DecoderLayer.
-    offset: int32 scalar, its place in the cache.
+    offset: int32 scalar, its place in the caches.
     x: stream [B, T, D].
-    cache: cached rows [layers, B, S, R].
+    caches: with those of the segment.
+    segment: the layer's.
     tokens: where the tokens stand.
     block: tokens of one block of the attention loop.
 
   Returns:
-    The stream after it, and the cache with the tokens' rows.
+    The stream after it, and the caches with the tokens' rows.
   """
   with jax.named_scope("attention"):
-    h = layer.attention_norm(x)
-    cache = _write_rows(
-      cache, offset, tokens, pad_rows(layer.attention.latents(h, tokens.positions))
-    )
-    queries = pad_rows(layer.attention.queries(h, tokens.positions))
-
-    def read_block(i):
-      start = (offset, tokens.row, i * block, jnp.int32(0))
-      return lax.dynamic_slice(cache, start, (1, x.shape[0], block, cache.shape[3]))[0]
-
-    attended = blockwise_attention(queries, tokens.positions, read_block, block)
-    return x + layer.attention.output(attended), cache
+    picks = caches.get(PICKS, {}).get("picks")
+    cache = LayerCache(caches[segment], offset, tokens, picks)
+    y, cache = layer.attention.attend(layer.attention_norm(x), cache, block)
+    caches = caches | {segment: cache.arrays}
+    if picks is not None and cache.picks is not None:
+      caches[PICKS] = {"picks": cache.picks}
+    return layer.add(x, y), caches
 
 
 def _replaced(groups: tuple[GroupState, ...], g: int, group: GroupState) -> tuple[GroupState, ...]:
   return (*groups[:g], group, *groups[g + 1 :])
-
-
-def _write_rows(cache: jax.Array, offset: jax.Array, tokens: Tokens, rows: jax.Array) -> jax.Array:
-  """Writes rows [B, T, R] at the tokens' positions; rows of padding are dropped."""
-  batch, length = tokens.valid.shape
-  row = tokens.row + jnp.arange(batch, dtype=jnp.int32)[:, None]
-  at = jnp.where(tokens.valid, tokens.positions, cache.shape[2])
-  layer = jnp.broadcast_to(offset, (batch, length))
-  return cache.at[layer, jnp.broadcast_to(row, (batch, length)), at].set(rows, mode="drop")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, UInt16, UInt32
 
-from moecore_jax.models.attention.blockwise import padded_row_dim
+from moecore_jax.models.attention.cache import CacheArrays, cache_shapes
 from moecore_jax.models.experts import ExpertArrays, bank_layout
 from moecore_jax.residency import slots as slots_lib
 from moecore_jax.residency.base import PolicyState
@@ -73,7 +73,8 @@ class DecodeState:
     position: int32 [B], its position: the tokens of the row that are in the cache.
     remaining: int32 [B], tokens that the row may still generate.
     active: bool [B], rows that decode.
-    kv: for each segment, cached rows [layers, B, S, R] of the engine's dtype, R in whole lanes.
+    kv: for each segment, its caches by name, [layers, B, rows, R] of the engine's dtype, R in whole
+      lanes.
     groups: residency of each expert group.
     counters: int32 [2, MoE layers, len(COUNTERS)], cumulative, decode and prefill apart.
     key: uint32 [2], random key.
@@ -83,7 +84,7 @@ class DecodeState:
   position: Int32[Array, "B"]
   remaining: Int32[Array, "B"]
   active: Bool[Array, "B"]
-  kv: tuple[jax.Array, ...]
+  kv: tuple[CacheArrays, ...]
   groups: tuple[GroupState, ...]
   counters: Int32[Array, "2 L counters"]
   key: UInt32[Array, "2"]
@@ -122,10 +123,10 @@ def init_state(program: Program, residency: ResidencySpec) -> DecodeState:
   model, engine = program.model, program.engine
   rows = engine.batch_size
   kv = tuple(
-    jnp.zeros(
-      (seg.length, rows, engine.context_tokens, padded_row_dim(seg.layer.attention.latent_dim)),
-      program.dtype,
-    )
+    {
+      name: jnp.zeros((seg.length, rows, *shape), program.dtype)
+      for name, shape in cache_shapes(seg.layer.attention, engine.context_tokens).items()
+    }
     for seg in program.segments
   )
   groups = tuple(

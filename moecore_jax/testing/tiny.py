@@ -82,10 +82,14 @@ def random_model(spec: ModelSpec, engine: EngineSpec, seed: int = 0) -> Model:
   host = memory.placement("pinned_host")
   banks = [
     jax.tree.map_with_path(
-      lambda path, leaf: jax.device_put(formats.pack(draw(path, leaf), engine.expert_format), host),
+      lambda path, leaf, group=group: jax.device_put(
+        formats.pack(draw(path, leaf), engine.expert_format, group.has_bias), host
+      ),
       arrays,
     )
-    for _, arrays in sorted(nnx.to_pure_dict(bank)["experts"].items())
+    for group, (_, arrays) in zip(
+      spec.expert_groups, sorted(nnx.to_pure_dict(bank)["experts"].items()), strict=True
+    )
   ]
   return Model(spec, params, tuple(banks))
 

@@ -25,8 +25,8 @@ def prepare_copying(model: Transformer, rngs: nnx.Rngs) -> None:
 
   The embedding [V, D] gets unit variance, so that early layers do not drown it, and one constant
   direction shared by all tokens, by which a head can attend to a position whatever it holds. In
-  each layer with direct queries (no q_lora_rank) the first head looks for the same token, the last
-  for the previous position. Layers of another kind are left as they are.
+  each layer of latent attention with direct queries (no q_lora_rank) the first head looks for the
+  same token, the last for the previous position. Layers of another kind are left as they are.
 
   Args:
     model: a Transformer whose weights are float32.
@@ -37,8 +37,9 @@ def prepare_copying(model: Transformer, rngs: nnx.Rngs) -> None:
   table = model.embed.embedding[...]
   model.embed.embedding[...] = table / table.std() + direction[None]
   for layer in model.layers:
-    if layer.attention.spec.q_lora_rank is None:
-      _prepare_heads(layer.attention, direction / dim**0.5, rngs)
+    attention = layer.attention
+    if isinstance(attention, MLAttention) and attention.spec.q_lora_rank is None:
+      _prepare_heads(attention, direction / dim**0.5, rngs)
 
 
 def _prepare_heads(attention: MLAttention, direction: jax.Array, rngs: nnx.Rngs) -> None:

@@ -5,11 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moecore_jax.models.attention.blockwise import (
-  blockwise_attention,
-  pad_rows,
-  padded_row_dim,
-)
+from moecore_jax.models.attention.blockwise import blockwise_attention
+from moecore_jax.models.attention.cache import pad_rows, padded_row_dim
 
 
 def dense(queries, rows, positions):
@@ -33,9 +30,10 @@ def test_equals_a_dense_softmax_and_reads_no_further_than_needed(positions):
   @jax.jit
   def attend(queries, positions, cache):
     def read_block(i):
-      return jax.lax.dynamic_slice_in_dim(cache, i * 16, 16, axis=1)
+      rows = jax.lax.dynamic_slice_in_dim(cache, i * 16, 16, axis=1)[:, :, None]
+      return rows, rows
 
-    return blockwise_attention(queries, positions, read_block, 16)
+    return blockwise_attention(queries[:, :, None], positions, read_block, 16, 8)[:, :, 0]
 
   got = attend(queries, positions, jnp.asarray(cache))
   np.testing.assert_allclose(got, wanted, atol=1e-6)

@@ -7,6 +7,8 @@ import pytest
 
 from moecore_jax.models import experts
 from moecore_jax.models.router import Routing
+from moecore_jax.quantization import formats
+from moecore_jax.specs import ActivationSpec, ExpertGroup
 
 TOKENS, RANKS, EXPERTS, DIM, WIDTH = 20, 3, 7, 8, 6
 
@@ -78,3 +80,22 @@ def test_gradients_reach_chosen_experts_only(case):
   per_expert = np.abs(np.asarray(grads)).sum((1, 2))
   assert (per_expert[:6] > 0).all()
   assert per_expert[6] == 0
+
+
+@pytest.mark.parametrize("fmt", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_expert_bytes(fmt, has_bias):
+  group = ExpertGroup((0,), 2, 1, embed_dim=16, expert_dim=6, has_bias=has_bias)
+  rows = [(16 + has_bias, 2 * 6), (6 + has_bias, 16)]
+  stored = [formats.pack(np.zeros(shape, np.float32), fmt) for shape in rows]
+  assert experts.expert_bytes(group, fmt) == sum(array.nbytes for array in stored)
+
+
+def test_activation_and_biases():
+  rng = np.random.default_rng(3)
+  x, gate_up, down = (rng.normal(size=s).astype(np.float32) for s in ((3, 4), (5, 12), (7, 4)))
+  activation = ActivationSpec(alpha=1.702, up_shift=1.0, limit=0.7)
+  gate, up = np.split(x @ gate_up[:4] + gate_up[4], 2, axis=-1)
+  gate, up = np.minimum(gate, 0.7), np.clip(up, -0.7, 0.7)
+  wanted = ((up + 1) * gate / (1 + np.exp(-1.702 * gate))) @ down[:6] + down[6]
+  np.testing.assert_allclose(experts.expert_mlp(x, gate_up, down, activation), wanted, atol=1e-5)

@@ -34,9 +34,3 @@ def test_float32_is_kept():
 def test_columns_that_do_not_fill_words_are_refused():
   with pytest.raises(ValueError, match="7 columns"):
     formats.pack(np.zeros((2, 7), np.float32), "bfloat16")
-
-
-@pytest.mark.parametrize(("fmt", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_expert_bytes(fmt, size):
-  stored = [formats.pack(np.zeros(s, np.float32), fmt) for s in ((16, 2 * 6), (6, 16))]
-  assert formats.expert_bytes(16, 6, fmt) == sum(a.nbytes for a in stored) == 3 * 16 * 6 * size

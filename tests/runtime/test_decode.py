@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moecore_jax.quantization import formats
+from moecore_jax.models.experts import expert_bytes
 from moecore_jax.runtime import state as state_lib
 from moecore_jax.runtime.decode import jit_decode_step
 from moecore_jax.specs import EngineSpec, ResidencySpec
@@ -57,8 +57,8 @@ def test_counters_and_residents_equal_a_plain_replay_of_the_routes(slots, batch)
   outs = decode(engine, 30)
   counters = {name: value - before[name] for name, value in engine.counters().items()}
   group = SPEC.expert_groups[0]
-  expert_bytes = formats.expert_bytes(group.embed_dim, group.expert_dim, "float32")
-  assert expert_bytes == sum(array[0].nbytes for array in engine.banks[0].values())
+  size = expert_bytes(group, "float32")
+  assert size == sum(array[0].nbytes for array in engine.banks[0].values())
   for layer in range(len(SPEC.moe_layers)):
     cache = oracles.Cache(slots, [0] * 16, oracles.Lru(16))
     hits = misses = evictions = 0
@@ -74,7 +74,7 @@ def test_counters_and_residents_equal_a_plain_replay_of_the_routes(slots, batch)
     assert counters["decode_evictions"][layer] == evictions
     for name in ("prefetches", "predicted", "substitutions", "staged"):
       assert counters[f"decode_{name}"][layer] == 0
-    assert counters["decode_moved_bytes"][layer] == misses * expert_bytes
+    assert counters["decode_moved_bytes"][layer] == misses * size
     table = engine.state.groups[0].tables.slot_to_expert
     resident = np.asarray(table)[layer * slots : (layer + 1) * slots]
     assert resident.tolist() == [-1 if e is None else e for e in cache.slots]

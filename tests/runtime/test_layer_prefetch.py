@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from moecore_jax import planner
-from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.runtime import plan as plan_lib
 from moecore_jax.specs import DeviceSpec, EngineSpec, LayerPrefetchSpec, ResidencySpec
 from moecore_jax.testing import tiny
@@ -16,7 +15,7 @@ STEPS = 4
 N = 8
 LENGTHS = (3, 19)  # 19 takes two chunks
 CHUNKS = 3
-ONE = expert_bytes(32, 16, "float32")
+ONE = 3 * 32 * 16 * 4  # bytes of an expert
 
 
 def engine_spec(loop):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.runtime.decode import jit_decode_step
 from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec
 from moecore_jax.testing import tiny
@@ -65,7 +64,7 @@ def advanced(engine, steps=1):
 
 def test_what_is_predicted_and_needed_is_loaded_once(model):
   count = 2
-  engine, one = start(model, PrefetchSpec(count)), expert_bytes(32, 16, "float32")
+  engine, one = start(model, PrefetchSpec(count)), 3 * 32 * 16 * 4
   issued = useful = 0
   for _ in range(STEPS):
     resident = np.asarray(engine.state.groups[0].tables.expert_to_slot) >= 0

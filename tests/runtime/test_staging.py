@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSpec
 from moecore_jax.testing import tiny
@@ -106,7 +105,7 @@ def check_stack(layers, dense, slots, loop):
   slots = (slots,) * layers if isinstance(slots, int) else slots
   prompts = [sum(n >= -(-s // K) for n in (3, 9)) * (s < N) for s in slots]
   np.testing.assert_array_equal(counters["prefill_staged"], np.multiply(N, prompts))
-  one = expert_bytes(32, 16, "float32")
+  one = 3 * 32 * 16 * 4
   loads = counters["prefill_staged"] + counters["prefill_misses"]
   np.testing.assert_array_equal(counters["prefill_moved_bytes"], loads * one)
 

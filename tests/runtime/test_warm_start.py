@@ -10,7 +10,6 @@ import pytest
 import moecore_jax as moecore
 from moecore_jax import checkpoint
 from moecore_jax.models.router import Routing
-from moecore_jax.quantization.formats import expert_bytes
 from moecore_jax.residency import prefetch
 from moecore_jax.residency import profiles as profiles_lib
 from moecore_jax.runtime import routed, staging, warm_start
@@ -85,7 +84,7 @@ def test_a_prefill_on_demand_loads_what_the_warm_start_lacks(model):
     assert new["prefill_useful_prefetches"][layer] == useful
     assert new["prefill_misses"][layer] == 2 - useful
   loads = new["prefill_misses"] + new["prefill_prefetches"]
-  np.testing.assert_array_equal(new["prefill_moved_bytes"], loads * expert_bytes(32, 16, "float32"))
+  np.testing.assert_array_equal(new["prefill_moved_bytes"], loads * 3 * 32 * 16 * 4)
   assert not new["prefill_predicted"].any()
   group = engine.state.groups[0]
   np.testing.assert_array_equal(group.useful_rate, 1.0)

@@ -1,5 +1,4 @@
-"""Attention over a cache of latent rows, one block of rows at a time, up to the used context and no
-further.
+"""Attention over cached rows, one block of rows at a time, up to the used context and no further.
 
 Neither time nor temporary memory depends on the capacity of the cache: the loop ends at the last
 block that any query sees.
@@ -11,59 +10,124 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LANES = 128
-
-
-def padded_row_dim(latent_dim: int) -> int:
-  """Returns the width of a cached row: latent_dim rounded up to whole lanes of 128 numbers."""
-  return -(-latent_dim // LANES) * LANES
-
-
-def pad_rows(rows: jax.Array) -> jax.Array:
-  """Pads the last axis with zeros to whole lanes."""
-  width = padded_row_dim(rows.shape[-1])
-  return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, width - rows.shape[-1])])
-
 
 def blockwise_attention(
   queries: jax.Array,
   positions: jax.Array,
-  read_block: Callable[[jax.Array], jax.Array],
+  read_block: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   block_tokens: int,
+  value_dim: int,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Multi-query attention with a running softmax.
+  """Grouped-query attention with a running softmax.
 
   Args:
-    queries: scaled queries [B, T, H, R].
+    queries: scaled queries [B, T, K, G, R], G heads for each of K key heads.
     positions: int32 [B, T], position of each query; it sees the rows 0..position.
-    read_block: maps a block index (int32 scalar) to that block's rows [B, block_tokens, R].
+    read_block: maps a block index (int32 scalar) to that block's keys [B, block_tokens, K, R] and
+      values [B, block_tokens, K, V].
     block_tokens: rows of a block.
+    value_dim: V.
+    sinks: float32 [K, G], logits that take part in the softmax without a value.
 
   Returns:
-    [B, T, H, R] of the queries' dtype: the softmax-weighted mean of the rows.
+    [B, T, K, G, V] of the queries' dtype: the softmax-weighted mean of the values.
   """
-  batch, length, heads, width = queries.shape
 
   def add_block(block, carry):
-    peak, total, mean = carry
-    rows = read_block(block)
-    scores = jnp.einsum("bthr,bsr->bths", queries, rows, preferred_element_type=jnp.float32)
+    keys, values = read_block(block)
     row_positions = block * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
-    seen = row_positions[None, None, None, :] <= positions[:, :, None, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
-    new_peak = jnp.maximum(peak, scores.max(-1))
-    shrink = jnp.exp(peak - new_peak)
-    shares = jnp.exp(scores - new_peak[..., None])
-    added = jnp.einsum(
-      "bths,bsr->bthr", shares.astype(rows.dtype), rows, preferred_element_type=jnp.float32
-    )
-    return new_peak, total * shrink + shares.sum(-1), mean * shrink[..., None] + added
+    seen = row_positions[None, None, :] <= positions[:, :, None]
+    return add_rows(carry, queries, keys, values, seen)
 
-  start = (
-    jnp.full((batch, length, heads), -jnp.inf, jnp.float32),
-    jnp.zeros((batch, length, heads), jnp.float32),
-    jnp.zeros((batch, length, heads, width), jnp.float32),
-  )
   num_blocks = jnp.max(positions) // block_tokens + 1
-  _, total, mean = lax.fori_loop(0, num_blocks, add_block, start)
-  return (mean / total[..., None]).astype(queries.dtype)
+  start = start_softmax(queries, value_dim, sinks)
+  return end_softmax(lax.fori_loop(0, num_blocks, add_block, start), queries.dtype)
+
+
+def window_attention(
+  queries: jax.Array,
+  positions: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  window: int,
+  block_tokens: int,
+  sinks: jax.Array | None = None,
+) -> jax.Array:
+  """Attention of queries to the last `window` tokens, themselves included.
+
+  Args:
+    queries: scaled queries [B, T, K, G, R] of consecutive tokens.
+    positions: int32 [B, T]; rows before position 0 do not exist.
+    keys: [B, window - 1 + T, K, R], of the window - 1 tokens before the first query, then of the
+      queries' own tokens.
+    values: [B, window - 1 + T, K, V].
+    window: tokens that a query sees.
+    block_tokens: queries that are worked on at a time.
+    sinks: as in `blockwise_attention`.
+
+  Returns:
+    [B, T, K, G, V] of the queries' dtype.
+  """
+  length = queries.shape[1]
+  block = min(block_tokens, length)
+  pad = -length % block
+  queries = jnp.pad(queries, ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0)))
+  positions = jnp.pad(positions, ((0, 0), (0, pad)))
+  keys, values = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (keys, values))
+  span = window - 1 + block
+  row = jnp.arange(span, dtype=jnp.int32)[None, :]
+  lane = jnp.arange(block, dtype=jnp.int32)[:, None]
+  in_window = (row >= lane) & (row < lane + window)  # [block, span]
+
+  def run_block(i):
+    def part(x, count):
+      return lax.dynamic_slice_in_dim(x, i * block, count, axis=1)
+
+    q, at = part(queries, block), part(positions, block)
+    row_positions = at[:, :, None] - (lane + window - 1 - row)[None]
+    seen = in_window[None] & (row_positions >= 0)
+    carry = start_softmax(q, values.shape[-1], sinks)
+    return end_softmax(add_rows(carry, q, part(keys, span), part(values, span), seen), q.dtype)
+
+  blocks = lax.map(run_block, jnp.arange((length + pad) // block, dtype=jnp.int32))
+  blocks = jnp.moveaxis(blocks, 0, 1)  # [B, blocks, block, ...]
+  return blocks.reshape(blocks.shape[0], length + pad, *blocks.shape[3:])[:, :length]
+
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Peak, sum and weighted mean of a running softmax: float32 [B, T, K, G], the same, [.., V]."""
+
+
+def start_softmax(queries: jax.Array, value_dim: int, sinks: jax.Array | None = None) -> Softmax:
+  """Returns the running softmax of queries [B, T, K, G, R] that have seen nothing but sinks."""
+  heads = queries.shape[:-1]
+  mean = jnp.zeros((*heads, value_dim), jnp.float32)
+  if sinks is None:
+    return jnp.full(heads, -jnp.inf, jnp.float32), jnp.zeros(heads, jnp.float32), mean
+  return jnp.broadcast_to(sinks[None, None], heads), jnp.ones(heads, jnp.float32), mean
+
+
+def add_rows(
+  carry: Softmax, queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array
+) -> Softmax:
+  """Adds keys [B, S, K, R] and values [B, S, K, V], where `seen` [B, T, S] lets a query see them.
+
+  A query without a sink must see one of the first rows that are added.
+  """
+  peak, total, mean = carry
+  scores = jnp.einsum("btkgr,bskr->btkgs", queries, keys, preferred_element_type=jnp.float32)
+  scores = jnp.where(seen[:, :, None, None], scores, -jnp.inf)
+  new_peak = jnp.maximum(peak, scores.max(-1))
+  shrink = jnp.exp(peak - new_peak)
+  shares = jnp.exp(scores - new_peak[..., None])
+  added = jnp.einsum(
+    "btkgs,bskv->btkgv", shares.astype(values.dtype), values, preferred_element_type=jnp.float32
+  )
+  return new_peak, total * shrink + shares.sum(-1), mean * shrink[..., None] + added
+
+
+def end_softmax(carry: Softmax, dtype: jnp.dtype) -> jax.Array:
+  """Returns the weighted mean of the values."""
+  _, total, mean = carry
+  return (mean / total[..., None]).astype(dtype)

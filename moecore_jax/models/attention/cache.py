@@ -1,0 +1,110 @@
+"""What attention keeps of earlier tokens: arrays of one shape for each name, written and read in
+place, whatever the attention.
+
+A layer's spec says what it caches (`cache_shapes`); the caches of equal layers are stacked. An
+attention module gets a `LayerCache`, a view of the arrays of its layer, and gives it back.
+"""
+
+import dataclasses
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moecore_jax.specs import AttentionSpec, MLASpec
+
+LANES = 128
+
+CacheArrays = dict[str, jax.Array]
+"""[layers, B, rows, R] by name."""
+
+
+class Tokens(NamedTuple):
+  """The tokens of one step: one a row in decode, one row's chunk in prefill.
+
+  Attributes:
+    positions: int32 [B, T].
+    valid: bool [B, T], False for padding.
+    row: int32 scalar, first row of the cache that they belong to.
+  """
+
+  positions: jax.Array
+  valid: jax.Array
+  row: jax.Array
+
+
+def padded_row_dim(width: int) -> int:
+  """Returns the width of a cached row: rounded up to whole lanes of 128 numbers."""
+  return -(-width // LANES) * LANES
+
+
+def pad_rows(rows: jax.Array) -> jax.Array:
+  """Pads the last axis with zeros to whole lanes."""
+  width = padded_row_dim(rows.shape[-1])
+  return jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, width - rows.shape[-1])])
+
+
+def cache_shapes(spec: AttentionSpec, context_tokens: int) -> dict[str, tuple[int, int]]:
+  """Returns what a layer caches of one batch row: (rows, padded width) by name.
+
+  `latent`: a row a token. `index_keys`: a row a token, where a context can be longer than what
+  sparse attention reads. `keys_values`: a row a token, all key heads, then all value heads; with a
+  window only the rows of the last window - 1 tokens, the newest last.
+  """
+  if isinstance(spec, MLASpec):
+    shapes = {"latent": (context_tokens, padded_row_dim(spec.latent_dim))}
+    indexer = spec.indexer
+    if indexer is not None and not indexer.is_shared and context_tokens > indexer.topk:
+      shapes["index_keys"] = (context_tokens, padded_row_dim(indexer.head_dim))
+    return shapes
+  rows = context_tokens if spec.window is None else spec.window - 1
+  return {"keys_values": (rows, padded_row_dim(2 * spec.num_kv_heads * spec.head_dim))}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+  """The caches of one layer.
+
+  Attributes:
+    arrays: caches of all layers that are stacked with it.
+    layer: int32 scalar, its place among them.
+    tokens: the step's.
+    picks: int32 [B, T, topk], keys that the last indexer before the layer chose; None if no layer
+      of the model shares them.
+  """
+
+  arrays: CacheArrays
+  layer: jax.Array
+  tokens: Tokens
+  picks: jax.Array | None = None
+
+  def write(self, name: str, rows: jax.Array) -> Self:
+    """Writes rows [B, T, R] at the tokens' positions; rows of padding are dropped."""
+    cache, tokens = self.arrays[name], self.tokens
+    batch, length = tokens.valid.shape
+    row = tokens.row + jnp.arange(batch, dtype=jnp.int32)[:, None]
+    at = jnp.where(tokens.valid, tokens.positions, cache.shape[2])
+    layer = jnp.broadcast_to(self.layer, (batch, length))
+    place = layer, jnp.broadcast_to(row, (batch, length)), at
+    return self._with(name, cache.at[place].set(rows, mode="drop"))
+
+  def read(self, name: str, start: jax.Array, count: int) -> jax.Array:
+    """Returns the rows from `start` on of the step's batch rows: [B, count, R]."""
+    cache = self.arrays[name]
+    at = (self.layer, self.tokens.row, start, jnp.int32(0))
+    return lax.dynamic_slice(cache, at, (1, len(self.tokens.valid), count, cache.shape[3]))[0]
+
+  def gather(self, name: str, at: jax.Array) -> jax.Array:
+    """Returns single rows: [B, T, K, R] for int32 positions `at` [B, T, K]."""
+    row = self.tokens.row + jnp.arange(at.shape[0], dtype=jnp.int32)[:, None, None]
+    place = jnp.broadcast_to(self.layer, at.shape), jnp.broadcast_to(row, at.shape), at
+    return self.arrays[name].at[place].get(mode="promise_in_bounds")
+
+  def replace(self, name: str, rows: jax.Array) -> Self:
+    """Replaces all rows of the step's batch rows by [B, rows, R]."""
+    at = (self.layer, self.tokens.row, jnp.int32(0), jnp.int32(0))
+    return self._with(name, lax.dynamic_update_slice(self.arrays[name], rows[None], at))
+
+  def _with(self, name: str, array: jax.Array) -> Self:
+    return dataclasses.replace(self, arrays=self.arrays | {name: array})

@@ -1,0 +1,58 @@
+"""Products with stored weights, which are unpacked where they are used: one expert at a time."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from moecore_jax.quantization import formats, int4
+from moecore_jax.specs import ExpertFormat
+
+
+def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:
+  """Applies a stored weight, and its bias where it has one.
+
+  W4A8: each token is quantised to int8 by its largest magnitude, the products are summed in int32,
+  and the scales of token and weight are applied in float32; groups of rows are summed in order.
+
+  Args:
+    x: [..., T, D] float.
+    stored: [..., *formats.storage_shape(D, F, fmt, has_bias)].
+    fmt: its format.
+
+  Returns:
+    [..., T, F] of x's dtype.
+  """
+  dim = x.shape[-1]
+  if not formats.is_int4(fmt):
+    weight = formats.unpack(stored, fmt, x.dtype)
+    if weight.shape[-2] == dim:
+      return x @ weight
+    kernel, bias = jnp.split(weight, [dim], axis=-2)
+    return x @ kernel + bias
+  size = formats.group_rows(fmt, dim)
+  parts = int4.unpack(stored, dim, size)
+  tokens, token_scales = quantize_tokens(x)
+  total = jnp.float32(0)
+  for group in range(dim // size):
+    rows = slice(group * size, (group + 1) * size)
+    product = jnp.matmul(
+      tokens[..., rows], parts.values[..., rows, :], preferred_element_type=jnp.int32
+    )
+    total = total + product.astype(jnp.float32) * parts.scales[..., group, None, :]
+  y = total * token_scales
+  return (y + parts.bias if parts.bias.shape[-2] else y).astype(x.dtype)
+
+
+def quantize_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Quantises activations symmetrically to int8, each token by itself.
+
+  Args:
+    x: float [..., T, D].
+
+  Returns:
+    int8 [..., T, D], -127..127, and float32 scales [..., T, 1].
+  """
+  x = x.astype(jnp.float32)
+  scales = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+  values = jnp.rint(x / jnp.where(scales > 0, scales, 1))
+  return lax.clamp(jnp.float32(-127), values, jnp.float32(127)).astype(jnp.int8), scales

@@ -120,7 +120,7 @@ class Engine:
     self.program = program_lib.make_program(
       model_spec, residency, spec, recorder is not None, profiles is not None
     )
-    self._warm_start = None if profiles is None else WarmStart(self.program, profiles)
+    self._warm_start = None if profiles is None else WarmStart(model_spec, profiles)
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
@@ -182,7 +182,7 @@ class Engine:
         self._run_chunk(nothing, bucket, 0, 0, 0, False, staged)
       floor = bucket
     if self._warm_start is not None:
-      self.state, _ = self._warm_start(self.state, 0, None)
+      self.state = self._warm_start(self.state, None)
     self.decode_step()
     self.release(0)
     bool(self.state.active[0])
@@ -207,13 +207,14 @@ class Engine:
       all_logits: give the logits of every prompt token.
       domain: of the prompt, None where unknown.
     """
-    warm_started = None
     if self._warm_start is not None:
-      self.state, warm_started = self._warm_start(self.state, row, domain)
-    if self._recorder is not None:
-      self._recorder.on_admission(self._num_calls, row, domain, warm_started)
+      self.state = self._warm_start(self.state, domain)
     tokens = np.asarray(token_ids, np.int32)
     largest, outs, staged = self.spec.prefill_buckets[-1], [], self._staged(len(tokens))
+    if self._recorder is not None:
+      is_alone = ~jnp.any(self.state.active.at[row].set(False))
+      warm_started = is_alone if self._fills_slots(staged) else None
+      self._recorder.on_admission(self._num_calls, row, domain, warm_started)
     for offset in range(0, len(tokens), largest):
       piece = tokens[offset : offset + largest]
       bucket = next(b for b in self.spec.prefill_buckets if b >= len(piece))
@@ -258,6 +259,12 @@ class Engine:
   def _staged(self, prompt_tokens: int) -> tuple[int, ...]:
     """Returns the segments that a prompt of this length stages."""
     return tuple(s for s, tokens in self._thresholds.items() if prompt_tokens >= tokens)
+
+  def _fills_slots(self, staged: Sequence[int]) -> bool:
+    """Tells whether slots are filled while these segments are staged."""
+    fill = self.residency.staging.fill
+    has_order = fill != "none" and (fill != "profile" or self._warm_start is not None)
+    return has_order and any(not self.program.segments[s].is_streamed for s in staged)
 
   def _run_chunk(
     self, piece, bucket, row, offset, max_new_tokens, all_logits, staged

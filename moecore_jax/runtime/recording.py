@@ -29,8 +29,8 @@ class Recorder(Protocol):
       number: of the call that comes next, the first of the prompt's chunks.
       row: batch row that the prompt gets.
       domain: of the request.
-      warm_started: bool [], the policy's signals started anew under the domain's profile; None:
-        there is no profile.
+      warm_started: bool [], the slots of staged layers are filled and their signals start anew;
+        None: they are not.
     """
 
   def on_reset(self, number: int) -> None:

@@ -30,7 +30,9 @@ class Phase(enum.IntEnum):
 
 
 class EventKind(enum.IntEnum):
-  """What happened to the cache. RESET: pool, tables and signals were emptied."""
+  """What happened to the cache. ADMISSION: a prompt came. WARM_START: while its layers were staged,
+  their slots were filled and their signals started anew. RESET: tables and signals were emptied.
+  """
 
   ADMISSION = 0
   WARM_START = 1

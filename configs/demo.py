@@ -4,10 +4,19 @@ of each layer's routing, and layers are staged whole for prompts. All of it is e
     moecore eval --config=configs/demo.py --workdir=/tmp/moecore-demo
     moecore generate --config=configs/demo.py:lod --domain=math --prompt="..."
 
+Each request starts with the experts that its domain likes, by profiles that were recorded on other
+text than the items; this makes them anew:
+
+    python -m moecore_jax.training.workloads --output=/tmp/validation.jsonl
+    moecore profile --config=configs/demo.py --prompts=/tmp/validation.jsonl --output=/tmp/demo.npz
+
 Presets: none (MoE-CORE, load on demand, layer prefetch and all resident are compared), `moecore`,
   `lod`, `layer_prefetch`, `all_resident` (that system alone).
 """
 
+from pathlib import Path
+
+import moecore_jax
 from moecore_jax.config import (
   SYSTEMS,
   EngineConfig,
@@ -18,6 +27,8 @@ from moecore_jax.config import (
   StagingConfig,
 )
 
+PROFILES = Path(moecore_jax.__file__).parent / "assets" / "demo" / "profiles.npz"
+
 
 def get_config(preset: str = "") -> RunConfig:
   """Returns the config of a preset, "" for the comparison of all systems."""
@@ -26,6 +37,7 @@ def get_config(preset: str = "") -> RunConfig:
       policy="rhac",
       slots_per_layer=12,
       prefetch=PrefetchConfig(max_experts=1),
+      profiles=str(PROFILES),
       staging=StagingConfig(enabled=True),
     ),
     engine=EngineConfig(

@@ -39,6 +39,7 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
   assert residency.slots == slots
   is_moecore = preset in ("", ":moecore")
   assert (residency.prefetch.max_experts, residency.staging.enabled) == (is_moecore, is_moecore)
+  assert bool(config.residency.profiles) == is_moecore
   assert config.eval.systems == systems
   assert engine == specs.EngineSpec(2, 256, (64,), 128, layer_loop="scanned")
   assert device == specs.DeviceSpec()

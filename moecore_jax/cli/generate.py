@@ -8,8 +8,10 @@ from pathlib import Path
 from absl import flags
 
 from moecore_jax.cli import options
+from moecore_jax.config import RunConfig
 from moecore_jax.evaluation import tasks
 from moecore_jax.evaluation.results import write_atomic
+from moecore_jax.residency import profiles
 from moecore_jax.runtime.engine import Engine
 from moecore_jax.runtime.requests import Request, prompt_tokens
 
@@ -30,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
   """
   values = options.parse("generate", ABOUT, argv, _define, required=("prompt",))
   config, domain = values.config, values.domain
-  _check_domain(domain, config.model.checkpoint)
+  _check_domain(domain, config)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
   request = Request("prompt", values.prompt, values.max_new_tokens, domain)
   vocab_size, context_tokens = engine.model_spec.vocab_size, engine.spec.context_tokens
@@ -55,15 +57,17 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _check_domain(domain: str | None, folder: str) -> None:
-  """Refuses a domain that the checkpoint in a folder ("": the demo model) does not know."""
+def _check_domain(domain: str | None, config: RunConfig) -> None:
+  """Refuses a domain that the config's profiles, or the demo model's tasks, do not have."""
   if domain is None:
     return
-  profiles = Path(folder) / "profiles"
-  known = sorted(path.stem for path in profiles.glob("*")) if folder else tasks.task_names()
+  if path := config.residency.profiles:
+    known = profiles.load(path).domains
+  else:
+    known = () if config.model.checkpoint else tasks.task_names()
   if domain not in known:
-    choices = f"choose one of {', '.join(known)}" if known else f"{profiles} has none, leave it out"
-    raise ValueError(f"--domain={domain}: got an unknown domain; {choices}")
+    hint = f"choose one of {', '.join(known)}" if known else "there are no profiles, leave it out"
+    raise ValueError(f"--domain={domain}: got an unknown domain; {hint}")
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -12,11 +12,13 @@ from moecore_jax.cli import main
 def test_help_names_every_verb(capsys):
   assert main.main(["--help"]) == 0
   out = capsys.readouterr().out
-  for verb in ("eval", "generate", "plan", "allocate", "convert", "train"):
+  for verb in ("eval", "generate", "profile", "plan", "allocate", "convert", "train"):
     assert f"  {verb} " in out
 
 
-@pytest.mark.parametrize("verb", ["eval", "generate", "plan", "allocate", "convert", "train"])
+@pytest.mark.parametrize(
+  "verb", ["eval", "generate", "profile", "plan", "allocate", "convert", "train"]
+)
 def test_every_verb_has_help(verb, capsys):
   with pytest.raises(SystemExit) as e:
     main.main([verb, "--help"])

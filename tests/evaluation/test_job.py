@@ -20,6 +20,7 @@ NUM_ITEMS = 3
 TASKS = ("math", "agent")
 SYSTEMS = ("moecore", "lod")
 OVERRIDES = {
+  "residency.profiles": "",
   "residency.slots_per_layer": 4,
   "engine.context_tokens": 1024,
   "engine.prefill_buckets": (64,),

@@ -46,6 +46,18 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
   assert hash((residency, engine, device)) == hash(config.freeze(_model_spec()))
 
 
+@pytest.mark.parametrize("preset", ["", ":substitution"])
+def test_every_ablation_is_another_system(preset):
+  config = moecore.load_config("configs/ablation.py" + preset)
+  model = _model_spec(num_layers=8)
+  systems = [config.for_system(name) for name in config.eval.systems]
+  assert set(config.eval.systems) - {"moecore"} == set(config.eval.variants)
+  assert len({repr(system.residency) for system in systems}) == len(systems)
+  assert len({system.freeze(model)[1] for system in systems}) == 1
+  with pytest.raises(ValueError, match="preset 'x' is unknown"):
+    moecore.load_config("configs/ablation.py:x")
+
+
 def test_overrides_reach_every_leaf():
   """Every field takes a value of its type from text; bools and floats get another one."""
   skipped = {"model.published_config", "eval.variants"}  # dicts, not for the command line

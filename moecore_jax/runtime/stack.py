@@ -7,6 +7,7 @@ start before the experts and are needed after the approach, so that both hide th
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,8 +81,9 @@ class _Flow(NamedTuple):
     x: stream [B, T, D], after the attention of the layer that `inputs` belongs to.
     inputs: of the routed experts of that layer; at the end, those of the last.
     buffer: all experts of that layer where it is staged, else None.
-    done: the stream after each of the last staged layers, one for each layer buffer, the oldest
-      first; empty where no layer is staged.
+    done: int32 scalars, all 0, known when the layer after each of the last staged layers has routed
+      and so its buffer is free; one for each layer buffer, the oldest first; empty where no layer
+      is staged.
     groups, counters, hits: as in Out.
   """
 
@@ -188,14 +190,16 @@ def run_layers(
   first, *others = _ways(program)
   caches: Caches = dict(enumerate(state.kv))
   caches |= no_picks(program.model.layers, program.engine.context_tokens, tokens)
-  done = (x,) * (program.layer_prefetch.prefetch_step if staged else 0)
+  done = (jnp.int32(0),) * (program.layer_prefetch.prefetch_step if staged else 0)
   buffer = step.stage(first.segment, jnp.int32(0), state.groups, done)
   written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first.caches))
   caches |= written
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
+  # The second copy follows the first: where it may start early, XLA ends the first early, too.
+  done = (*done[:1], *(_once_routed(inputs) for _ in done[1:]))
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
   flow = _Flow(x, inputs, buffer, done, state.groups, state.counters[phase], hits)
-  told = []
+  told, spare = [], None
   s: int | None = first.segment
   for following in others:
     assert s is not None
@@ -214,14 +218,46 @@ def run_layers(
       told.append(earlier)
     told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
     last = jnp.int32(segment.length - 1)
-    flow, written = _transition(
-      step, s, last, following, jnp.int32(0), flow, _pick(caches, following.caches)
-    )
+    transition = functools.partial(_transition, step, s, last, following, jnp.int32(0))
+    buffer = flow.buffer
+    flow, written = _in_one_turn(transition, flow, _pick(caches, following.caches), spare)
     caches |= written
-    s = following.segment
+    s, spare = following.segment, buffer
   kv = tuple(caches[i] for i in range(len(program.segments)))
   of_layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *told)
   return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, of_layers)
+
+
+def _in_one_turn(
+  transition: Callable[[_Flow, Caches], tuple[_Flow, Caches]],
+  flow: _Flow,
+  caches: Caches,
+  spare: ExpertArrays | None,
+) -> tuple[_Flow, Caches]:
+  """Runs a transition, as the body of a loop of one turn where a whole layer arrives in it.
+
+  XLA schedules the body by itself: the copy starts where it starts and ends where it ends. What
+  arrives takes the memory of `spare`, the layer before the present one. There is no loop where the
+  ring is not of two buffers, or layers differ in shape.
+  """
+  after = jax.eval_shape(transition, flow, caches)
+  arriving = after[0].buffer
+  if not _are_alike(spare, arriving):
+    spare = jax.tree.map(lambda rows: jnp.zeros(rows.shape, rows.dtype), arriving)
+  before = (flow._replace(buffer=spare), caches)
+  if arriving is None or len(flow.done) != 2 or not _are_alike(before, after):
+    return transition(flow, caches)
+
+  def body(_, carry):
+    return transition(carry[0]._replace(buffer=flow.buffer), carry[1])
+
+  return lax.fori_loop(0, 1 + _once_routed(flow.inputs), body, before)
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+  """Tells whether two trees have the same structure, shapes and dtypes."""
+  shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree) for tree in (a, b)]
+  return shapes[0] == shapes[1]
 
 
 def _ways(program: Program) -> list[_Way]:
@@ -303,6 +339,16 @@ def _transition(
   group = flow.groups[segment.group]
   if flow.buffer is not None:
     prepared = staging.prepare(group, index, flow.inputs, program.staging.reuses_residents)
+    if program.staging.fill != "none" and not segment.is_streamed:
+      order = staging.warm_order(program, group, index, flow.inputs)
+      group, evictions = staging.fill_slots(
+        program, segment.group, group, index, flow.buffer, order, step.is_busy
+      )
+      # The experts wait: filled later, the buffer would be in the way of the copy after next.
+      prepared = prepared._replace(
+        start=prepared.start + jnp.minimum(evictions, 0),
+        counts=prepared.counts + stack_counts({"evictions": evictions}),
+      )
   else:
     group, prepared = step.ops.prepare(
       program,
@@ -336,17 +382,9 @@ def _transition(
     for g, pool in pools.items():
       groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
     inputs = inputs._replace(prediction=ahead.prediction)
-  if flow.buffer is not None:
-    done = (*done[1:], x)
+  if flow.buffer is not None and inputs is not None:
+    done = (*done[1:], _once_routed(inputs))
   buffer = step.stage(way.segment, next_offset, groups, done)
-  if flow.buffer is not None and program.staging.fill != "none" and not segment.is_streamed:
-    group = groups[segment.group]
-    order = staging.warm_order(program, group, index, flow.inputs)
-    group, evictions = staging.fill_slots(
-      program, segment.group, group, index, flow.buffer, order, step.is_busy
-    )
-    groups = _replaced(groups, segment.group, group)
-    counts += stack_counts({"evictions": evictions})
   counters = flow.counters.at[moe_index].add(counts)
   if ahead is not None and program.prefetch.placement == "slot":
     displaced = stack_counts({"evictions": ahead.evictions})
@@ -458,6 +496,11 @@ def attend(
     if picks is not None and cache.picks is not None:
       caches[PICKS] = {"picks": cache.picks}
     return layer.add(x, y), caches
+
+
+def _once_routed(inputs: routed_lib.Inputs) -> jax.Array:
+  """Returns int32 [], always 0, but known only when a layer has routed."""
+  return jnp.minimum(inputs.routing.topk_ids[0, 0], 0)
 
 
 def _replaced(groups: tuple[GroupState, ...], g: int, group: GroupState) -> tuple[GroupState, ...]:

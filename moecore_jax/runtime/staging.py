@@ -30,18 +30,19 @@ def fetch_layer(
     bank: stored arrays [rows, ...] of the layer's group, pinned host memory.
     index: int32 scalar, the layer within the group.
     num_experts: N.
-    after: an array that must exist before the copy starts, or the copies of all layers would.
+    after: int32 scalar, 0, known when the copy may start: else the copies of all layers would.
 
   Returns:
     Stored arrays [N, ...], device memory.
   """
-  start, _ = lax.optimization_barrier((index * num_experts, after))
-  return {
-    name: jax.device_put(
-      lax.dynamic_slice_in_dim(rows, start, num_experts, 0), jax.memory.Space.Device
-    )
-    for name, rows in bank.items()
-  }
+  start = index * num_experts + after
+  with jax.named_scope("staging"):
+    return {
+      name: jax.device_put(
+        lax.dynamic_slice_in_dim(rows, start, num_experts, 0), jax.memory.Space.Device
+      )
+      for name, rows in bank.items()
+    }
 
 
 def gather_layer(
@@ -50,7 +51,7 @@ def gather_layer(
   """Likewise, but residents are copied from their slots; the copies follow one another."""
   num_experts = group.tables.expert_to_slot.shape[1]
   slots = group.tables.expert_to_slot[index]
-  start, _ = lax.optimization_barrier((index * num_experts, after))
+  start = index * num_experts + after
   buffer = {
     name: jnp.zeros((num_experts, *rows.shape[1:]), rows.dtype) for name, rows in bank.items()
   }

@@ -57,7 +57,7 @@ def _on(leaf: jax.ShapeDtypeStruct, device: jax.Device) -> jax.ShapeDtypeStruct:
 
 
 def _params(program: Program) -> dict[str, Any]:
-  dense = dense_template(program.model, program.dtype)
+  dense = dense_template(program.model, program.dtype, program.engine.dense_format)
   layers = by_segment(program, dense["layers"], _stacked)
   return {k: v for k, v in dense.items() if k not in ("layers", "mtp")} | {"layers": layers}
 

@@ -3,8 +3,6 @@ compile time."""
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from moecore_jax.models.experts import expert_bytes
 from moecore_jax.runtime import plan
 from moecore_jax.specs import EngineSpec, ModelSpec
@@ -45,7 +43,7 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, tokens: int, head_tokens: i
   costs = plan.activation_costs(model, engine)
   return TempBound(
     expert_bytes=max(experts, default=0),
-    dense_matrix_bytes=plan.dense_costs(model, jnp.dtype(engine.dtype)).largest_bytes,
+    dense_matrix_bytes=plan.dense_costs(model, engine).largest_bytes,
     activation_bytes=tokens * costs.token_bytes
     + engine.batch_size * costs.row_bytes
     + head_tokens * costs.head_bytes,

@@ -11,7 +11,9 @@ An oracle is a npz file: `input_ids` int [B, T]; `logits` [B, T, V]; `greedy_tok
 `decode_logits` [B, G, V], which these tokens are the argmax of; for MoE layer l `layer{l}_topk_idx`
 [B, T, A] and, of the steps that are fed the greedy tokens, `dec_layer{l}_topk_idx` [B, G, A];
 optionally `full_logits` [B, T + G, V] of prompt and greedy tokens; optionally of the first prompt
-`mtp_hidden_in` [1, T, D], `mtp_hidden_d{k}`, `mtp_logits` [1, M, V], `mtp_tokens` [1, M].
+`mtp_hidden_in` [1, T, D], `mtp_hidden_d{k}`, `mtp_logits` [1, M, V], `mtp_tokens` [1, M]. Of models
+with hyper-connections the last are `mtp_streams_in` [1, T, n, D], `mtp_streams_d{k}`,
+`mtp_rec_logits` and `mtp_rec_tokens`, of the first MTP layer applied again and again.
 """
 
 import argparse
@@ -85,9 +87,10 @@ def check_oracle(spec: ModelSpec, oracle: Oracle) -> None:
     ValueError: arrays are missing or do not fit the model.
   """
   names = [f"{prefix}layer{i}_topk_idx" for i in spec.moe_layers for prefix in ("", "dec_")]
-  if any(name.startswith("mtp_hidden") for name in oracle):
-    depths = [f"mtp_hidden_d{d + 1}" for d in range(len(spec.mtp_layers))]
-    names += ["mtp_hidden_in", *depths, "mtp_logits", "mtp_tokens"]
+  if has_mtp(spec, oracle):
+    chain = mtp_chain(spec, oracle)
+    depths = [f"{chain.hidden}_d{d + 1}" for d in range(len(chain.layers))]
+    names += [f"{chain.hidden}_in", *depths, chain.logits, chain.tokens]
   missing = [name for name in names if name not in oracle]
   if missing:
     raise ValueError(f"the oracle lacks {', '.join(missing[:3])}")
@@ -159,8 +162,31 @@ def compare_engine(engine: Engine, oracle: Oracle, atol: float) -> Iterator[Row]
     yield close("full_logits", np.stack(logits, axis=1), uncached, atol)
 
 
+class MtpChain(NamedTuple):
+  """The drafts that an oracle holds: MTP layers applied in turn, and names of its arrays."""
+
+  layers: tuple[int, ...]
+  hidden: str
+  logits: str
+  tokens: str
+
+
+def has_mtp(spec: ModelSpec, oracle: Oracle) -> bool:
+  """Tells whether an oracle holds drafts of a model that has MTP layers."""
+  is_held = any(name.startswith(("mtp_hidden", "mtp_streams")) for name in oracle)
+  return is_held and bool(spec.mtp_layers)
+
+
+def mtp_chain(spec: ModelSpec, oracle: Oracle) -> MtpChain:
+  """Returns what an oracle with drafts holds of them."""
+  if spec.hyper is None:
+    return MtpChain(tuple(range(len(spec.mtp_layers))), "mtp_hidden", "mtp_logits", "mtp_tokens")
+  depth = sum(name.startswith("mtp_streams_d") for name in oracle)
+  return MtpChain((0,) * depth, "mtp_streams", "mtp_rec_logits", "mtp_rec_tokens")
+
+
 def compare_mtp(loaded: Loaded, oracle: Oracle, atol: float) -> Iterator[Row]:
-  """Drafts one token with each MTP layer after the first prompt, and compares each depth."""
+  """Drafts one token at each depth after the first prompt, and compares all depths."""
   model = nnx.eval_shape(lambda: Transformer(loaded.spec, rngs=nnx.Rngs(0)))
   graphdef, experts, dense = nnx.split(model, HostExpert, ...)
   banks = {"experts": loaded.banks, "mtp_experts": loaded.mtp_banks}
@@ -177,21 +203,22 @@ def compare_mtp(loaded: Loaded, oracle: Oracle, atol: float) -> Iterator[Row]:
 
   prompt = oracle["input_ids"][:1].astype(np.int32)
   length = prompt.shape[1]
-  out = forward(experts, dense, prompt)
-  yield close("mtp_hidden_in", np.asarray(out.hidden), oracle["mtp_hidden_in"], atol)
+  out, chain = forward(experts, dense, prompt), mtp_chain(loaded.spec, oracle)
+  name = f"{chain.hidden}_in"
+  yield close(name, np.asarray(out.hidden), oracle[name], atol)
   tokens = np.concatenate([prompt, np.argmax(out.logits[:, -1:], -1)], axis=1).astype(np.int32)
   logits = []
-  for depth in range(len(loaded.spec.mtp_layers)):
+  for depth, layer in enumerate(chain.layers):
     positions = jnp.arange(length, dtype=jnp.int32)[None] + depth
     following = tokens[:, depth + 1 : depth + 1 + length]
-    out = draft(experts, dense, depth, out.hidden, following, positions)
-    name = f"mtp_hidden_d{depth + 1}"
+    out = draft(experts, dense, layer, out.hidden, following, positions)
+    name = f"{chain.hidden}_d{depth + 1}"
     yield close(name, np.asarray(out.hidden), oracle[name], atol)
     logits.append(np.asarray(out.logits[:, -1]))
     drafted = np.argmax(logits[-1], axis=-1)[:, None].astype(np.int32)
     tokens = np.concatenate([tokens, drafted], axis=1)
-  yield close("mtp_logits", np.stack(logits, axis=1), oracle["mtp_logits"], atol)
-  yield same("mtp_tokens", tokens[:, length + 1 :], oracle["mtp_tokens"])
+  yield close(chain.logits, np.stack(logits, axis=1), oracle[chain.logits], atol)
+  yield same(chain.tokens, tokens[:, length + 1 :], oracle[chain.tokens])
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, atol: float) -> Row:
@@ -246,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
     return 2
   with jax.default_matmul_precision("highest"):
     rows = list(compare_engine(engine, oracle, args.atol))
-    if "mtp_hidden_in" in oracle:
+    if has_mtp(loaded.spec, oracle):
       rows += compare_mtp(loaded, oracle, args.atol)
   print(table(rows))
   failed = sum(not row.ok for row in rows)

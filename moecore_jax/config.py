@@ -23,6 +23,7 @@ from moecore_jax import planner, specs
 
 POLICIES: tuple[str, ...] = typing.get_args(specs.PolicyName)
 EXPERT_FORMATS: tuple[str, ...] = typing.get_args(specs.ExpertFormat)
+DENSE_FORMATS: tuple[str, ...] = typing.get_args(specs.DenseFormat)
 
 _ON_DEMAND = {
   "residency.prefetch.max_experts": 0,
@@ -194,6 +195,8 @@ class EngineConfig:
     expert_format: storage of routed experts: float32, bfloat16, or w4a8 (int4 weights by output
       channel, int8 activations; w4a8_g128: by groups of 128 inputs, also 32, 64, 256); no wider
       than dtype.
+    dense_format: storage of the linear maps of decoder layers: float (dtype), or w8a8 (int8 weights
+      by output channel, int8 activations), made while loading.
     layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).
   """
 
@@ -203,6 +206,7 @@ class EngineConfig:
   kv_block_tokens: int = 128
   dtype: str = "float32"
   expert_format: str = "float32"
+  dense_format: str = "float"
   layer_loop: str = "unrolled"
 
 
@@ -359,6 +363,7 @@ class RunConfig:
       # Some compilers would convert the whole pool outside the loop over experts.
       expected = "bfloat16, for engine.dtype is bfloat16"
       raise _fault("engine.expert_format", eng.expert_format, expected, "set both to bfloat16")
+    _one_of("engine.dense_format", eng.dense_format, DENSE_FORMATS)
     _one_of("engine.layer_loop", eng.layer_loop, ("unrolled", "scanned"))
     _at_least("sampling.temperature", self.sampling.temperature, 0)
     _at_least("sampling.top_k", self.sampling.top_k, 0)

@@ -15,12 +15,15 @@ import functools
 from typing import Literal
 
 ExpertFormat = Literal[
-  "float32", "bfloat16", "w4a8", "w4a8_g32", "w4a8_g64", "w4a8_g128", "w4a8_g256"
+  "float32", "bfloat16", "w8a8", "w4a8", "w4a8_g32", "w4a8_g64", "w4a8_g128", "w4a8_g256"
 ]
 """Storage format of a routed expert: float32 as it is, every other format packed in uint32 words.
-w4a8: int4 weights with a scale for each output channel, or for each channel and group of so many
-inputs; activations int8 at run time.
+w8a8: int8 weights with a scale for each output channel; w4a8: int4 ones, or with a scale for each
+channel and group of so many inputs; activations int8 at run time.
 """
+
+
+DenseFormat = Literal["float", "w8a8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +61,14 @@ class RopeSpec:
     theta: base of the frequencies.
     yarn: context extension.
     pairs: components that turn together, (2i, 2i + 1) or (i, i + dim / 2).
+    is_trailing: a vector's last components turn, not its first.
   """
 
   dim: int
   theta: float = 10000.0
   yarn: YarnSpec | None = None
   pairs: RopePairs = "interleaved"
+  is_trailing: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,7 @@ class IndexerSpec:
     num_heads: query heads of the indexer.
     head_dim: their width.
     topk: keys that a query attends to.
-    rope: of the first `rope.dim` components of each head.
+    rope: of `rope.dim` components of each head.
     is_shared: the layer has no indexer and takes the choice of the one before.
 
   Source: DeepSeek-V3.2 (2025), section 2.1.
@@ -152,9 +157,60 @@ class GQASpec:
   scale: float | None = None
 
 
-AttentionSpec = MLASpec | GQASpec
+@dataclasses.dataclass(frozen=True)
+class CompressionSpec:
+  """Entries of a cache that stand for windows of tokens.
 
-Scoring = Literal["sigmoid", "softmax", "softmax_topk"]
+  Attributes:
+    ratio: tokens of a window (m); its entry exists from its last token on.
+    overlaps: an entry mixes its own window and the one before, each by projections of its own.
+    indexer: chooses the entries that a query sees, by entries of its own; None: it sees all.
+  """
+
+  ratio: int
+  overlaps: bool = False
+  indexer: IndexerSpec | None = None
+
+  @property
+  def held_tokens(self) -> int:
+    """Earlier tokens that may still enter an entry."""
+    return (2 if self.overlaps else 1) * self.ratio - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedSpec:
+  """Attention to the last tokens, and to compressed entries of all tokens.
+
+  What is cached is one vector a token or entry, key and value of all heads. Every head has a logit
+  without a value in its softmax.
+
+  Attributes:
+    num_heads: query heads.
+    head_dim: width of a head.
+    q_lora_rank: rank of the query projection.
+    o_groups: groups of consecutive heads that are projected apart, each to o_lora_rank numbers.
+    o_lora_rank: their width.
+    window: tokens that a query sees, itself included.
+    rope: of `rope.dim` components of queries, keys and, turned back, of what is attended.
+    compression: of the tokens; None: the window is all.
+
+  Source: DeepSeek-V4 (2026); in its words without compression sliding, with an indexer CSA,
+    without one HCA.
+  """
+
+  num_heads: int
+  head_dim: int
+  q_lora_rank: int
+  o_groups: int
+  o_lora_rank: int
+  window: int
+  rope: RopeSpec
+  compression: CompressionSpec | None = None
+
+
+AttentionSpec = MLASpec | GQASpec | CompressedSpec
+
+Scoring = Literal["sigmoid", "softmax", "softmax_topk", "sqrt_softplus"]
 RouterBias = Literal["none", "selection", "logits"]
 GroupScore = Literal["top2", "max"]
 
@@ -170,12 +226,14 @@ class RouterSpec:
     topk_groups: groups that a token may choose from.
     norm_topk: mixing weights are divided by their sum.
     scale: factor on the mixing weights.
-    scoring: scores are the logits' sigmoid or softmax; softmax_topk chooses by logits and takes
-      the softmax over the chosen ones.
+    scoring: scores are the logits' sigmoid, softmax or root of softplus; softmax_topk chooses by
+      logits and takes the softmax over the chosen ones.
     bias: none; on the scores that decide, not on the weights; or on the logits.
     group_score: a group's worth: the sum of its two largest scores, or its largest.
+    is_hash: a table chooses by token id; the scores give the weights only.
 
-  Source: DeepSeek-V3 (2024), section 2.1.2; of the softmax forms, Mixtral (2024), gpt-oss (2025).
+  Source: DeepSeek-V3 (2024), section 2.1.2; of the softmax forms, Mixtral (2024), gpt-oss (2025);
+    of hash routing, DeepSeek-V4 (2026).
   """
 
   num_experts: int
@@ -187,6 +245,7 @@ class RouterSpec:
   scoring: Scoring = "sigmoid"
   bias: RouterBias = "selection"
   group_score: GroupScore = "top2"
+  is_hash: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +334,23 @@ class ExpertGroup:
 
 
 @dataclasses.dataclass(frozen=True)
+class HyperSpec:
+  """Hyper-connections: several residual streams, mixed around each block by learned maps.
+
+  Attributes:
+    num_streams: streams (n).
+    sinkhorn_iters: normalisations, by columns and rows in turn, of the map between streams.
+    eps: added to the maps and to the sums that they are divided by.
+
+  Source: DeepSeek-V4 (2026).
+  """
+
+  num_streams: int
+  sinkhorn_iters: int = 20
+  eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
   """A decoder-only MoE language model.
 
@@ -291,6 +367,7 @@ class ModelSpec:
     eos_token_ids: tokens that end an output.
     embedding_multiplier, residual_multiplier, logits_divisor: factors on the embeddings and on
       what is added to the stream, divisor of the logits.
+    hyper: hyper-connections; None: one stream.
   """
 
   family: str
@@ -306,6 +383,7 @@ class ModelSpec:
   embedding_multiplier: float = 1.0
   residual_multiplier: float = 1.0
   logits_divisor: float = 1.0
+  hyper: HyperSpec | None = None
 
   @functools.cached_property
   def moe_layers(self) -> tuple[int, ...]:
@@ -501,6 +579,8 @@ class EngineSpec:
     kv_block_tokens: tokens of one block of the attention loop.
     dtype: activations and dense weights, float32 or bfloat16.
     expert_format: storage of routed experts.
+    dense_format: storage of the linear maps of decoder layers: "float" is dtype, "w8a8" is int8
+      with int8 activations.
     layer_loop: "unrolled" (fast steps) or "scanned" (fast compilation).
     sampling: how tokens are drawn.
   """
@@ -511,6 +591,7 @@ class EngineSpec:
   kv_block_tokens: int = 128
   dtype: Literal["float32", "bfloat16"] = "float32"
   expert_format: ExpertFormat = "float32"
+  dense_format: DenseFormat = "float"
   layer_loop: Literal["unrolled", "scanned"] = "unrolled"
   sampling: SamplingSpec = SamplingSpec()
 

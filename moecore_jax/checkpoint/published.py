@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from moecore_jax import families
-from moecore_jax.checkpoint import safetensors_file
+from moecore_jax.checkpoint import safetensors_file, sources
 from moecore_jax.families.keymap import KeyMap, check_sources
 from moecore_jax.specs import ModelSpec
 
@@ -48,31 +48,36 @@ class PublishedCheckpoint:
     self.spec = read_spec(self.folder)
     self.keymap = families.key_map(self.spec)
     self.tensors = _tensors(self.folder)
+    self._sources = {
+      key: source
+      for key in self.keymap.shapes
+      if (source := sources.find(key, self.tensors, key in self.keymap.id_tables)) is not None
+    }
+    read = {key: key for key in self._sources}
+    read |= {part: key for key, source in self._sources.items() for part in source.keys}
     try:
-      check_sources(self.keymap, list(self.tensors))
+      check_sources(self.keymap, {read.get(key, key) for key in self.tensors})
     except ValueError as error:
       raise ValueError(f"{self.folder}: {error}") from None
     for key, shape in self.keymap.shapes.items():
-      entry = self.tensors[key]
-      if entry.dtype not in safetensors_file.DTYPES:
-        expected = f"one of {', '.join(safetensors_file.DTYPES)}"
-        raise ValueError(f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected {expected}")
-      if entry.shape != tuple(shape):
+      source = self._sources[key]
+      if source.shape != tuple(shape):
+        file = self.tensors[source.keys[0]].file
         raise ValueError(
-          f"{entry.file}: tensor {key}: shape is {entry.shape}, config.json expects {tuple(shape)}"
+          f"{file}: tensor {key}: shape is {source.shape}, config.json expects {tuple(shape)}"
         )
 
   def read(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-    """Reads rows of one tensor, all if none are named, in its published dtype.
+    """Reads rows of one weight, all if none are named: the values that it stands for.
 
     Raises:
       ValueError: the tensor cannot be read or has NaN or infinite values.
     """
-    return safetensors_file.read_tensor(key, self.tensors[key], start, stop)
+    return self._sources[key].read(start, stop)
 
   def dtype_of(self, key: str) -> np.dtype:
-    """Returns the dtype in which a tensor is published."""
-    return safetensors_file.DTYPES[self.tensors[key].dtype]
+    """Returns the dtype in which a weight's values are exact."""
+    return self._sources[key].dtype
 
   def fingerprint(self) -> str:
     """Returns a hash of config.json and each needed tensor's name, dtype, shape and first 4096
@@ -84,7 +89,7 @@ class PublishedCheckpoint:
       ValueError: a file has become shorter.
     """
     digest = hashlib.sha256((self.folder / "config.json").read_bytes())
-    for key in sorted(self.keymap.shapes):
+    for key in sorted(part for source in self._sources.values() for part in source.keys):
       entry = self.tensors[key]
       digest.update(f"{key} {entry.dtype} {entry.shape}\n".encode())
       digest.update(safetensors_file.first_bytes(key, entry, _FINGERPRINT_BYTES))

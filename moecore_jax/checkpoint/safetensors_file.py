@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -24,6 +25,12 @@ DTYPES: dict[str, np.dtype] = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """Dtypes of weights that are read, by their safetensors names."""
+
+ID_DTYPES: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+"""Dtypes of tables of ids, likewise."""
+
+BYTE_DTYPES = dict.fromkeys(("F8_E4M3", "F8_E8M0", "U8", "I8"), np.dtype(np.uint8))
+"""Dtypes that are read as bytes, likewise."""
 
 _HEADER_LIMIT_BYTES = 100_000_000
 _EXPONENT_BITS = {
@@ -77,7 +84,13 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
   return entries
 
 
-def read_tensor(key: str, entry: Entry, start: int = 0, stop: int | None = None) -> np.ndarray:
+def read_tensor(
+  key: str,
+  entry: Entry,
+  start: int = 0,
+  stop: int | None = None,
+  dtypes: Mapping[str, np.dtype] = DTYPES,
+) -> np.ndarray:
   """Reads one tensor, or some of its rows.
 
   Args:
@@ -85,25 +98,26 @@ def read_tensor(key: str, entry: Entry, start: int = 0, stop: int | None = None)
     entry: where it lies.
     start: first row.
     stop: end of the rows; None: all that follow.
+    dtypes: those that it may have, by their safetensors names.
 
   Returns:
     Array of the published dtype and the rows' shape.
 
   Raises:
-    ValueError: the dtype is not one of DTYPES, the file has become shorter, or a value is NaN or
+    ValueError: the dtype is not one of `dtypes`, the file has become shorter, or a value is NaN or
       infinite.
   """
-  if entry.dtype not in DTYPES:
+  if entry.dtype not in dtypes:
     raise ValueError(
-      f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected one of {', '.join(DTYPES)}"
+      f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected one of {', '.join(dtypes)}"
     )
   shape, offset = entry.shape, 0
   if shape:
     rows = range(shape[0])[start:stop]
     shape, offset = (len(rows), *shape[1:]), rows.start * (entry.num_bytes // max(1, shape[0]))
-  data = np.empty(shape, DTYPES[entry.dtype])
+  data = np.empty(shape, dtypes[entry.dtype])
   _read_into(memoryview(data.reshape(-1).view(np.uint8)), key, entry, offset)
-  if not _is_finite(data, entry.dtype):
+  if entry.dtype in _EXPONENT_BITS and not _is_finite(data, entry.dtype):
     raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
   return data
 
@@ -187,7 +201,8 @@ def _entry(file: pathlib.Path, key: str, fields: dict[str, Any], base: int) -> E
     or not 0 <= begin <= end
   ):
     raise ValueError(f"{file}: tensor {key}: its header entry is corrupt")
-  if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
+  known = (DTYPES | ID_DTYPES | BYTE_DTYPES).get(dtype)
+  if known is not None and math.prod(shape) * known.itemsize != end - begin:
     raise ValueError(
       f"{file}: tensor {key}: shape {shape} of {dtype} does not fill its {end - begin} bytes"
     )

@@ -8,21 +8,33 @@ from flax import nnx
 
 from moecore_jax import memory
 from moecore_jax.models.experts import HostExpert, bank_layout
+from moecore_jax.models.quantized import quantize_module
 from moecore_jax.models.transformer import Transformer
-from moecore_jax.specs import ExpertFormat, ExpertGroup, ModelSpec
+from moecore_jax.specs import DenseFormat, ExpertFormat, ExpertGroup, ModelSpec
 
 BANK_NAMES = ("experts", "mtp_experts")
 """Names of the model's two lists of banks: of the main stack, and of the MTP layers."""
 
 
-def dense_template(spec: ModelSpec, dtype: jnp.dtype) -> dict[str, Any]:
+def dense_template(
+  spec: ModelSpec, dtype: jnp.dtype, dense_format: DenseFormat = "float"
+) -> dict[str, Any]:
   """Returns the dense parameters as a nested dict of ShapeDtypeStruct in device memory.
 
   Args:
     spec: the model.
     dtype: dense parameters; what the model keeps in float32 (the routers) is float32 here too.
+    dense_format: storage of the linear maps of decoder layers.
   """
-  model = nnx.eval_shape(lambda: Transformer(spec, dtype=dtype, rngs=nnx.Rngs(0)))
+
+  def make() -> Transformer:
+    model = Transformer(spec, dtype=dtype, rngs=nnx.Rngs(0))
+    if dense_format != "float":
+      for layer in model.layers:
+        quantize_module(layer)
+    return model
+
+  model = nnx.eval_shape(make)
   _, _, dense = nnx.split(model, HostExpert, ...)
   at = memory.placement("device")
   return jax.tree.map(

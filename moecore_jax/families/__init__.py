@@ -6,6 +6,7 @@ from typing import Any
 from moecore_jax.families import (
   deepseek_v2,
   deepseek_v3,
+  deepseek_v4,
   deepseek_v32,
   glm4_moe,
   glm_moe_dsa,
@@ -24,6 +25,7 @@ _FAMILIES = {
   for family in (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     glm4_moe,
     glm_moe_dsa,

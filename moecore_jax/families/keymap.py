@@ -3,7 +3,7 @@ from a shape.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -63,12 +63,14 @@ class KeyMap:
     experts: rules of the routed experts, each row once.
     skipped: published keys that are known and not needed, with the reason.
     shapes: expected shape of every source key.
+    id_tables: those of the source keys that hold whole numbers.
   """
 
   dense: tuple[DenseRule, ...]
   experts: tuple[ExpertRule, ...]
   skipped: Mapping[str, str]
   shapes: Mapping[str, tuple[int, ...]]
+  id_tables: frozenset[str] = frozenset()
 
 
 def keep(x: np.ndarray) -> np.ndarray:
@@ -93,16 +95,16 @@ def expert_arrays(
   return stack_gate_up(gate, up), down.T
 
 
-def check_sources(keymap: KeyMap, published: Sequence[str]) -> None:
+def check_sources(keymap: KeyMap, published: Iterable[str]) -> None:
   """Checks that the published keys are exactly those that the rules consume or skip.
 
   Raises:
     ValueError: keys are missing or unknown; names the first few.
   """
-  wanted = set(keymap.shapes)
+  wanted, published = set(keymap.shapes), set(published)
   missing, unknown = (
-    sorted(wanted - set(published)),
-    sorted(set(published) - wanted - set(keymap.skipped)),
+    sorted(wanted - published),
+    sorted(published - wanted - set(keymap.skipped)),
   )
   problems = [
     f"{len(keys)} {what}, e.g. {', '.join(keys[:3])}"

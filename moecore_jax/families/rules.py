@@ -50,6 +50,8 @@ class Rules:
   """Rules of one model; families override what they name or lay out otherwise."""
 
   names = MoENames()
+  embed, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+  layers = "model.layers."
 
   def __init__(self, spec: ModelSpec):
     self.spec = spec
@@ -57,6 +59,7 @@ class Rules:
     self.expert_rules: list[km.ExpertRule] = []
     self.skipped: dict[str, str] = {}
     self.shapes: dict[str, tuple[int, ...]] = {}
+    self.id_tables: set[str] = set()
 
   @classmethod
   def build_for(cls, spec: ModelSpec) -> km.KeyMap:
@@ -65,18 +68,24 @@ class Rules:
 
   def _build(self) -> km.KeyMap:
     spec, dim, vocab = self.spec, self.spec.embed_dim, self.spec.vocab_size
-    self.dense(("embed", "embedding"), "model.embed_tokens.weight", (vocab, dim))
-    self.dense(("norm", "scale"), "model.norm.weight", (dim,))
+    self.dense(("embed", "embedding"), self.embed, (vocab, dim))
+    self.dense(("norm", "scale"), self.norm, (dim,))
     if spec.tie_embeddings:
-      self.skipped["lm_head.weight"] = "tied to the embedding"
+      self.skipped[self.head] = "tied to the embedding"
     else:
-      self.kernel(("lm_head", "kernel"), (vocab, dim), "lm_head.weight")
+      self.kernel(("lm_head", "kernel"), (vocab, dim), self.head)
     for i, layer in enumerate(spec.layers):
       bank = ("experts", *spec.group_of(i)) if isinstance(layer.mlp, MoESpec) else None
-      self.layer(("layers", i), f"model.layers.{i}.", layer, bank)
+      self.layer(("layers", i), f"{self.layers}{i}.", layer, bank)
     for depth, layer in enumerate(spec.mtp_layers):
       self.mtp_layer(depth, layer)
-    return km.KeyMap(tuple(self.dense_rules), tuple(self.expert_rules), self.skipped, self.shapes)
+    return km.KeyMap(
+      tuple(self.dense_rules),
+      tuple(self.expert_rules),
+      self.skipped,
+      self.shapes,
+      frozenset(self.id_tables),
+    )
 
   # Single parameters.
 
@@ -112,7 +121,7 @@ class Rules:
     self.dense((*path, "mlp_norm", "scale"), prefix + "post_attention_layernorm.weight", (dim,))
     if isinstance(layer.attention, MLASpec):
       self.mla((*path, "attention"), prefix + "self_attn.", layer.attention)
-    else:
+    elif isinstance(layer.attention, GQASpec):
       self.gqa((*path, "attention"), prefix + "self_attn.", layer.attention)
     if isinstance(layer.mlp, DenseSpec):
       self.mlp((*path, "mlp"), prefix + "mlp.", layer.mlp.hidden_dim)
@@ -212,7 +221,7 @@ class Rules:
   def mtp_layer(self, depth: int, layer: LayerSpec) -> None:
     """A layer of multi-token prediction, published behind the model's own layers."""
     dim = self.spec.embed_dim
-    prefix, path = f"model.layers.{len(self.spec.layers) + depth}.", ("mtp", depth)
+    prefix, path = f"{self.layers}{len(self.spec.layers) + depth}.", ("mtp", depth)
     self.dense((*path, "embed_norm", "scale"), prefix + "enorm.weight", (dim,))
     self.dense((*path, "hidden_norm", "scale"), prefix + "hnorm.weight", (dim,))
     self.linear((*path, "merge_proj"), prefix + "eh_proj", (dim, 2 * dim))

@@ -23,6 +23,12 @@ def rms_norm(dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSN
   return nnx.RMSNorm(dim, epsilon=eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+  """Returns x over the root of its mean square along the last axis, in float32."""
+  x = x.astype(jnp.float32)
+  return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
 def gated_unit(gate: jax.Array, up: jax.Array, spec: ActivationSpec) -> jax.Array:
   """Returns the gated unit of the halves [..., F]."""
   if spec.limit is not None:
@@ -89,11 +95,11 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
-  """Rotates the first `spec.dim` components of the last axis.
+  """Rotates `spec.dim` components of the last axis.
 
   Args:
     x: float [B, T, ..., dim or more].
-    positions: int32 [B, T].
+    positions: int32 [B, T]; negative ones turn back.
     spec: frequencies and pairs.
 
   Returns:
@@ -105,7 +111,8 @@ def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
   )
   angles = angles.reshape(positions.shape + (1,) * (x.ndim - positions.ndim - 1) + (spec.dim // 2,))
   cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
-  turning, rest = jnp.split(x, [spec.dim], axis=-1)
+  start = x.shape[-1] - spec.dim if spec.is_trailing else 0
+  before, turning, behind = jnp.split(x, [start, start + spec.dim], axis=-1)
   # The pair's own axis is the last for (2i, 2i + 1), the one before for (i, i + dim / 2).
   axis, shape = (
     (-1, (spec.dim // 2, 2)) if spec.pairs == "interleaved" else (-2, (2, spec.dim // 2))
@@ -113,5 +120,5 @@ def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
   pairs = turning.astype(jnp.float32).reshape((*x.shape[:-1], *shape))
   first, second = (lax.index_in_dim(pairs, i, axis, keepdims=False) for i in (0, 1))
   rotated = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=axis)
-  rotated = rotated.reshape(turning.shape).astype(x.dtype)
-  return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
+  parts = [before, rotated.reshape(turning.shape).astype(x.dtype), behind]
+  return jnp.concatenate([part for part in parts if part.shape[-1]], axis=-1)

@@ -16,7 +16,7 @@ class Routing(NamedTuple):
 
   Attributes:
     selection_scores: float32 [T, N], the numbers whose top-k decides; -inf where group-limited
-      routing masks an expert.
+      routing masks an expert. Where a table decides: 1 for its choice, 0 for the others.
     topk_ids: int32 [T, A], chosen experts by falling selection score.
     topk_weights: float32 [T, A], mixing weights; they carry no selection bias.
   """
@@ -30,6 +30,10 @@ class SelectionBias(nnx.Variable):
   """Per-expert bias of the selection scores; balanced by the trainer, never by a gradient."""
 
 
+class HashTable(nnx.Variable):
+  """The experts of each token id, int32 [V, A]; published with the weights, never trained."""
+
+
 class Router(nnx.Module):
   """A linear router, in float32. Its `bias` is a SelectionBias or a Param of the logits, as the
   spec says.
@@ -37,19 +41,24 @@ class Router(nnx.Module):
   Source: DeepSeek-V3 (2024), sections 2.1.2 and 2.1.3.
   """
 
-  def __init__(self, spec: RouterSpec, embed_dim: int, rngs: nnx.Rngs):
+  def __init__(self, spec: RouterSpec, embed_dim: int, vocab_size: int, rngs: nnx.Rngs):
     self.spec = spec
     init = nnx.initializers.lecun_normal()
     self.kernel = nnx.Param(init(rngs.params(), (embed_dim, spec.num_experts), jnp.float32))
     if spec.bias != "none":
       kind = SelectionBias if spec.bias == "selection" else nnx.Param
       self.bias = kind(jnp.zeros((spec.num_experts,), jnp.float32))
+    if spec.is_hash:
+      shape = (vocab_size, spec.num_experts_per_tok)
+      rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
+      self.table = HashTable(rows % spec.num_experts)
 
-  def __call__(self, h: jax.Array) -> Routing:
+  def __call__(self, h: jax.Array, token_ids: jax.Array) -> Routing:
     """Routes tokens.
 
     Args:
       h: [T, D], the normed stream.
+      token_ids: int32 [T], the tokens; hash routing goes by them.
 
     Returns:
       Routing of the T tokens.
@@ -63,7 +72,11 @@ class Router(nnx.Module):
       selection = scores + self.bias[...][None, :]
     if spec.num_groups > 1:
       selection = _keep_best_groups(selection, spec)
-    _, topk_ids = lax.top_k(selection, spec.num_experts_per_tok)
+    if spec.is_hash:
+      topk_ids = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
+      selection = jax.nn.one_hot(topk_ids, spec.num_experts, dtype=jnp.float32).max(1)
+    else:
+      _, topk_ids = lax.top_k(selection, spec.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, topk_ids, axis=-1)
     if spec.scoring == "softmax_topk":
       weights = jax.nn.softmax(weights, axis=-1)
@@ -76,6 +89,7 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
   "sigmoid": jax.nn.sigmoid,
   "softmax": jax.nn.softmax,
   "softmax_topk": lambda logits: logits,
+  "sqrt_softplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
 }
 
 

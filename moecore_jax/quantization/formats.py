@@ -9,11 +9,12 @@ which no backend converts or re-lays as a whole.
 Below the rows of the weight an array holds what belongs to it, so that one transfer brings all:
 
     float32, bfloat16   the bias, one row in the same format, where there is one
-    w4a8                a float32 scale for each column and group of rows, then the bias in float32;
-                        bit-cast to words, 8 rows of W words each
+    w4a8, w8a8          a float32 scale for each column and group of rows, then the bias in float32;
+                        bit-cast to words, p rows of W words each
 
-`w4a8` is symmetric int4 with one group of all rows; `w4a8_g128` has groups of 128 rows, and so on.
-Activations are quantised when they meet the weight, see `quantization.matmul`.
+`w4a8` is symmetric int4 with one group of all rows; `w4a8_g128` has groups of 128 rows, and so on;
+`w8a8` is symmetric int8. Activations are quantised when they meet the weight, see
+`quantization.matmul`.
 """
 
 import jax
@@ -21,19 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moecore_jax.quantization import int4
+from moecore_jax.quantization import integers
 from moecore_jax.specs import ExpertFormat
 
-VALUES_PER_WORD: dict[str, int] = {"float32": 1, "bfloat16": 2}
+
+def bits(fmt: ExpertFormat) -> int:
+  """Returns the bits of a stored value."""
+  return {"float32": 32, "bfloat16": 16, "w8a8": 8}.get(fmt, 4)
 
 
-def values_per_word(fmt: ExpertFormat) -> int:
-  """Returns how many values share a stored element."""
-  return int4.VALUES_PER_WORD if is_int4(fmt) else VALUES_PER_WORD[fmt]
-
-
-def is_int4(fmt: ExpertFormat) -> bool:
-  return fmt.startswith("w4a8")
+def is_integer(fmt: ExpertFormat) -> bool:
+  """Returns whether a format quantises weights and activations to integers."""
+  return bits(fmt) <= 8
 
 
 def group_rows(fmt: ExpertFormat, rows: int) -> int:
@@ -62,14 +62,14 @@ def storage_shape(
   Raises:
     ValueError: the columns do not fill whole words, or the rows whole groups.
   """
-  values = values_per_word(fmt)
+  values = 32 // bits(fmt)
   if columns % values:
     raise ValueError(
       f"a weight of {columns} columns does not fill {fmt} words of {values} values; use float32"
     )
   extra = int(has_bias)
-  if is_int4(fmt):
-    extra = int4.ROWS_OF_FLOATS * (rows // group_rows(fmt, rows) + has_bias)
+  if is_integer(fmt):
+    extra = values * (rows // group_rows(fmt, rows) + has_bias)
   return rows + extra, columns // values
 
 
@@ -79,7 +79,7 @@ def pack(weight: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.nd
   Args:
     weight: [..., rows, columns] float32 or bfloat16 (ml_dtypes), in NumPy; the last row is the bias
       where there is one.
-    fmt: target format; bfloat16 rounds to nearest even, w4a8 to the nearest of 15 steps.
+    fmt: target format; bfloat16 rounds to nearest even, integers to the nearest step.
     has_bias: there is one.
 
   Returns:
@@ -89,10 +89,10 @@ def pack(weight: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.nd
     return np.ascontiguousarray(weight, np.float32)
   rows = weight.shape[-2] - has_bias
   storage_shape(rows, weight.shape[-1], fmt, has_bias)
-  if is_int4(fmt):
+  if is_integer(fmt):
     weight = np.asarray(weight, np.float32)
     kernel, bias = np.split(weight, [rows], axis=-2)
-    return int4.pack(kernel, bias, group_rows(fmt, rows))
+    return integers.pack(kernel, bias, bits(fmt), group_rows(fmt, rows))
   halves = np.asarray(weight).astype(jnp.bfloat16).view(np.uint16)
   low, high = np.split(halves, 2, axis=-1)
   return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
@@ -114,9 +114,9 @@ def unpack(
   """
   if fmt == "float32":
     return stored.astype(dtype)
-  if is_int4(fmt):
-    rows = _int4_rows(stored.shape[-2], fmt, has_bias)
-    return int4.dequantize(stored, rows, group_rows(fmt, rows)).astype(dtype)
+  if is_integer(fmt):
+    rows = _weight_rows(stored.shape[-2], fmt, has_bias)
+    return integers.dequantize(stored, bits(fmt), rows, group_rows(fmt, rows)).astype(dtype)
   low = lax.bitcast_convert_type(stored << jnp.uint32(16), jnp.float32)
   high = lax.bitcast_convert_type(stored & jnp.uint32(0xFFFF0000), jnp.float32)
   return jnp.concatenate([low, high], axis=-1).astype(dtype)
@@ -131,17 +131,15 @@ def unpack_host(stored: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -
   """
   if fmt == "float32":
     return stored
-  if is_int4(fmt):
-    rows = _int4_rows(stored.shape[-2], fmt, has_bias)
-    return int4.dequantize_host(stored, rows, group_rows(fmt, rows))
+  if is_integer(fmt):
+    rows = _weight_rows(stored.shape[-2], fmt, has_bias)
+    return integers.dequantize_host(stored, bits(fmt), rows, group_rows(fmt, rows))
   low, high = stored.astype(np.uint16), (stored >> np.uint32(16)).astype(np.uint16)
   return np.concatenate([low, high], axis=-1).view(jnp.bfloat16)
 
 
-def _int4_rows(stored_rows: int, fmt: ExpertFormat, has_bias: bool) -> int:
-  """Returns the rows of the weight in a stored array of so many."""
-  rows = stored_rows - int4.ROWS_OF_FLOATS * has_bias
-  _, _, size = fmt.partition("_g")
-  if not size:
-    return rows - int4.ROWS_OF_FLOATS
-  return rows * int(size) // (int(size) + int4.ROWS_OF_FLOATS)
+def _weight_rows(stored_rows: int, fmt: ExpertFormat, has_bias: bool) -> int:
+  """Returns the rows of the weight in a stored array of so many, of an integer format."""
+  per_word, (_, _, size) = 32 // bits(fmt), fmt.partition("_g")
+  rows = stored_rows - per_word * has_bias
+  return rows * int(size) // (int(size) + per_word) if size else rows - per_word

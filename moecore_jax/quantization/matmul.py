@@ -4,15 +4,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moecore_jax.quantization import formats, int4
+from moecore_jax.quantization import formats, integers
 from moecore_jax.specs import ExpertFormat
 
 
 def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:
   """Applies a stored weight, and its bias where it has one.
 
-  W4A8: each token is quantised to int8 by its largest magnitude, the products are summed in int32,
-  and the scales of token and weight are applied in float32; groups of rows are summed in order.
+  W4A8 and W8A8: each token is quantised to int8 by its largest magnitude, the products are summed
+  in int32, and the scales of token and weight are applied in float32; groups of rows are summed in
+  order.
 
   Args:
     x: [..., T, D] float.
@@ -23,14 +24,16 @@ def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:
     [..., T, F] of x's dtype.
   """
   dim = x.shape[-1]
-  if not formats.is_int4(fmt):
+  if not formats.is_integer(fmt):
     weight = formats.unpack(stored, fmt, x.dtype)
     if weight.shape[-2] == dim:
       return x @ weight
     kernel, bias = jnp.split(weight, [dim], axis=-2)
     return x @ kernel + bias
+  if stored.ndim == 2 and x.ndim > 2:
+    return affine(x.reshape(-1, dim), stored, fmt).reshape((*x.shape[:-1], -1))
   size = formats.group_rows(fmt, dim)
-  parts = int4.unpack(stored, dim, size)
+  parts = integers.unpack(stored, formats.bits(fmt), dim, size)
   tokens, token_scales = quantize_tokens(x)
   total = jnp.float32(0)
   for group in range(dim // size):

@@ -23,6 +23,7 @@ from jax import lax
 
 from moecore_jax import memory, planner
 from moecore_jax.models import experts as experts_lib
+from moecore_jax.models import hyper
 from moecore_jax.models.attention.cache import cache_shapes
 from moecore_jax.models.experts import expert_bytes
 from moecore_jax.models.transformer import DecoderLayer
@@ -176,7 +177,7 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
     nnx.eval_shape(lambda: DecoderLayer(layer, model, dtype, nnx.Rngs(0)))
   )
   params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
-  x = jnp.ones((engine.batch_size, 1, model.embed_dim), dtype)
+  x = hyper.expand(jnp.ones((engine.batch_size, 1, model.embed_dim), dtype), model.hyper)
 
   def time_phase(body: Callable[..., Any], *state: Any) -> float:
     """Times body(module, x, *state) -> (x, *state), repeated."""
@@ -193,7 +194,8 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
     for name, shape in cache_shapes(layer.attention, engine.context_tokens).items()
   }
   positions = jnp.full((engine.batch_size, 1), engine.context_tokens // 2, jnp.int32)
-  tokens = stack.Tokens(positions, jnp.ones_like(positions, bool), jnp.int32(0))
+  valid = jnp.ones_like(positions, bool)
+  tokens = stack.Tokens(positions, valid, jnp.int32(0), jnp.zeros_like(positions))
   attention = time_phase(
     lambda module, x, caches: stack.attend(
       module, jnp.int32(0), x, caches, 0, tokens, engine.kv_block_tokens
@@ -201,7 +203,7 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
     {0: cache} | stack.no_picks([layer], engine.context_tokens, tokens),
   )
   if isinstance(layer.mlp, DenseSpec):
-    dense = time_phase(lambda module, x: (x + module.mlp(module.mlp_norm(x)),))
+    dense = time_phase(_run_dense)
     return LayerTimes(attention, dense_s=dense)
   pool = _pool(program, _group_of(model, layer))
   return LayerTimes(
@@ -211,8 +213,13 @@ def time_layer(program: Program, layer: LayerSpec) -> LayerTimes:
   )
 
 
+def _run_dense(module: Any, x: jax.Array):
+  h, mix = module.mlp_input(x)
+  return (module.add(x, module.mlp(h), mix),)
+
+
 def _route(module: Any, x: jax.Array):
-  routing = module.mlp.router(module.mlp_norm(x)[:, 0])
+  routing = module.mlp.router(module.mlp_input(x)[0][:, 0], jnp.zeros(len(x), jnp.int32))
   return (x + routing.topk_weights.mean().astype(x.dtype),)
 
 
@@ -221,7 +228,8 @@ def _run_experts(
 ):
   assert isinstance(layer.mlp, MoESpec)
   fan_out = layer.mlp.router.num_experts_per_tok
-  h = module.mlp_norm(x)[:, 0]
+  h, mix = module.mlp_input(x)
+  h = h[:, 0]
   ids = jnp.broadcast_to(jnp.arange(fan_out, dtype=jnp.int32), (h.shape[0], fan_out))
 
   def run(i, outputs):
@@ -231,7 +239,7 @@ def _run_experts(
 
   outputs = lax.fori_loop(0, fan_out, run, jnp.zeros((*ids.shape, h.shape[1]), h.dtype))
   y = experts_lib.combine(outputs, jnp.full(ids.shape, 1 / fan_out, jnp.float32))
-  return module.add(x, module.mlp.add_shared(y, h)[:, None]), pool
+  return module.add(x, module.mlp.add_shared(y, h)[:, None], mix), pool
 
 
 def _group_of(model: ModelSpec, layer: LayerSpec) -> ExpertGroup:

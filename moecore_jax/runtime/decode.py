@@ -40,7 +40,7 @@ def decode_step(
   position = jnp.where(active, state.position, 0)
   key, draw_key, layer_key = jax.random.split(state.key, 3)
   x = program_lib.embed(program, params, state.token)[:, None]
-  tokens = stack.Tokens(position[:, None], active[:, None], jnp.int32(0))
+  tokens = stack.Tokens(position[:, None], active[:, None], jnp.int32(0), state.token[:, None])
   layers = stack.run_layers(
     program,
     DECODE,

@@ -24,6 +24,7 @@ from moecore_jax.checkpoint import store
 from moecore_jax.config import RunConfig
 from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays, expert_bytes
+from moecore_jax.models.quantized import quantize_layers
 from moecore_jax.residency.profiles import ProfileSet
 from moecore_jax.runtime import plan
 from moecore_jax.runtime import program as program_lib
@@ -89,7 +90,7 @@ class Engine:
     residency: which experts stay on the device.
     spec: shapes and formats of the programs.
     params: dense parameters in device memory, `layers` keyed by layer, as `checkpoint.load` gives
-      them.
+      them, or, in the dense format w8a8, `models.quantized.quantize_layers` of these.
     banks: stored experts of each expert group, pinned host memory.
     tokenizer: None: prompts are token ids.
     domains: domains that a request may name; None: any.
@@ -158,11 +159,12 @@ class Engine:
     )
     residency, spec, _ = config.freeze(loaded.spec, loaded.fingerprint)
     tokenizer = _read_tokenizer(loaded.tokenizer_path) if loaded.tokenizer_path else None
+    params = loaded.params
     return cls(
       loaded.spec,
       residency,
       spec,
-      loaded.params,
+      params if spec.dense_format == "float" else quantize_layers(params),
       loaded.banks,
       tokenizer,
       profiles=read_profiles(config, loaded.spec, loaded.fingerprint),

@@ -92,10 +92,10 @@ def make_plan(
   slots = group_slots(model, residency)
   slot_entries = sum(sum(part) + max(part) for part in slots)
   row_bytes = _table_bytes(wider) - _table_bytes(state)
-  dense = dense_costs(model, jnp.dtype(engine.dtype))
+  dense = dense_costs(model, engine)
   activations = activation_costs(model, engine)
   fmt = engine.expert_format
-  kv_row_bytes = _kv_bytes(model, engine, 0)
+  kv_token_bytes, kv_row_bytes = cache_costs(model, engine)
   demand = planner.Demand(
     pools=tuple(
       planner.ExpertPool(
@@ -106,7 +106,7 @@ def make_plan(
       for group in model.expert_groups
     ),
     dense_bytes=dense.total_bytes,
-    kv_token_bytes=(_kv_bytes(model, engine, 1 << 20) - kv_row_bytes) >> 20,
+    kv_token_bytes=kv_token_bytes,
     kv_row_bytes=kv_row_bytes,
     table_bytes=_table_bytes(state) - engine.batch_size * row_bytes - 4 * slot_entries,
     table_row_bytes=row_bytes,
@@ -161,20 +161,31 @@ class DenseCosts(NamedTuple):
   largest_bytes: int
 
 
-def dense_costs(model: ModelSpec, dtype: jnp.dtype) -> DenseCosts:
+def dense_costs(model: ModelSpec, engine: EngineSpec) -> DenseCosts:
   """Returns what the weights besides routed experts cost; MTP layers are left out.
 
   Equal layers are traced once: tracing them all takes minutes for deep models.
   """
   counts = collections.Counter(model.layers)
   distinct = dataclasses.replace(model, layers=tuple(counts), mtp_layers=())
-  tree = dense_template(distinct, dtype)
+  tree = dense_template(distinct, jnp.dtype(engine.dtype), engine.dense_format)
   layers = [tree["layers"][i] for i in range(len(counts))]
   rest = total_bytes({name: part for name, part in tree.items() if name != "layers"})
   return DenseCosts(
     rest + sum(map(int.__mul__, map(total_bytes, layers), counts.values())),
     max(total_bytes(leaf) for leaf in jax.tree.leaves(layers)),
   )
+
+
+def cache_costs(model: ModelSpec, engine: EngineSpec) -> tuple[int, int]:
+  """Returns the cached bytes of one token, and those of a batch row whatever its context.
+
+  They are read off two long contexts, so that what only long contexts cache counts for all. A
+  compressed entry counts as a share of each of its tokens: exact for contexts of whole windows of
+  2 ** n tokens, else by less than a byte a token and an entry a layer too much.
+  """
+  long, longer = (_kv_bytes(model, engine, tokens) for tokens in (1 << 20, 1 << 21))
+  return -((long - longer) >> 20), 2 * long - longer  # a share rounds up
 
 
 class ActivationCosts(NamedTuple):
@@ -188,30 +199,30 @@ class ActivationCosts(NamedTuple):
 def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
   """Returns what one layer's activations and the head's cost, all taken as live together.
 
-  A token takes 8 D + H (R + block) + 8 N numbers in float32 (stream, running mean and scores of
+  A token takes 8 n D + H (R + block) + 8 N numbers in float32 (streams, running mean and scores of
   attention, routing) and, in the engine's dtype, H (R + block) + 2 A D + 4 F (queries, shares,
   expert outputs, the hidden of an expert, of the shared one or of a dense block). A batch row takes
   the KV block that is read, block R in float32; the head takes 4 V in float32. R is the padded
-  cached row.
+  cached row, n the number of streams.
   """
   row_dims = [_row_dim(layer) for layer in model.layers]
   return ActivationCosts(
-    max(_layer_token_bytes(layer, model.embed_dim, engine) for layer in model.layers),
+    max(_layer_token_bytes(layer, model, engine) for layer in model.layers),
     _FLOAT_BYTES * engine.kv_block_tokens * max(row_dims),
     _FLOAT_BYTES * 4 * model.vocab_size,
   )
 
 
-def _layer_token_bytes(layer: LayerSpec, embed_dim: int, engine: EngineSpec) -> int:
-  row = _row_dim(layer)
+def _layer_token_bytes(layer: LayerSpec, model: ModelSpec, engine: EngineSpec) -> int:
+  row, num_streams = _row_dim(layer), model.hyper.num_streams if model.hyper else 1
   attention = layer.attention.num_heads * (row + engine.kv_block_tokens)
-  in_float32, in_dtype = 8 * embed_dim + attention, attention
+  in_float32, in_dtype = 8 * num_streams * model.embed_dim + attention, attention
   if isinstance(layer.mlp, DenseSpec):
     in_dtype += 4 * layer.mlp.hidden_dim
   else:
     router = layer.mlp.router
     in_float32 += 8 * router.num_experts
-    in_dtype += 2 * router.num_experts_per_tok * embed_dim
+    in_dtype += 2 * router.num_experts_per_tok * model.embed_dim
     in_dtype += 4 * (layer.mlp.expert_dim + layer.mlp.shared_dim)
   return _FLOAT_BYTES * in_float32 + jnp.dtype(engine.dtype).itemsize * in_dtype
 

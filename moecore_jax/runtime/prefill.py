@@ -90,7 +90,7 @@ def prefill_chunk(
   positions = jnp.where(valid, chunk.offset + lane, 0)
   key, draw_key, layer_key = jax.random.split(state.key, 3)
   x = program_lib.embed(program, params, chunk.tokens)[None]
-  tokens = stack.Tokens(positions[None], valid[None], chunk.row)
+  tokens = stack.Tokens(positions[None], valid[None], chunk.row, chunk.tokens[None])
   layers = stack.run_layers(
     program,
     PREFILL,

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from flax import nnx
 
+from moecore_jax.models import hyper
 from moecore_jax.models.layers import linear, rms_norm
+from moecore_jax.models.quantized import quantize_module
 from moecore_jax.models.transformer import DecoderLayer
 from moecore_jax.residency import policy as policies
 from moecore_jax.specs import (
@@ -208,18 +210,26 @@ def bind(make_module: Callable[[], ModuleT], params: Params) -> ModuleT:
 def bind_layer(program: Program, layer: LayerSpec, params: Params) -> DecoderLayer:
   """Returns one decoder layer over its parameters."""
   model, dtype = program.model, program.dtype
-  return bind(lambda: DecoderLayer(layer, model, dtype, nnx.Rngs(0)), params)
+
+  def make() -> DecoderLayer:
+    module = DecoderLayer(layer, model, dtype, nnx.Rngs(0))
+    return quantize_module(module) if program.engine.dense_format == "w8a8" else module
+
+  return bind(make, params)
 
 
 def embed(program: Program, params: Params, tokens) -> Any:
-  """Returns the embeddings of int32 tokens [...], [..., D]."""
+  """Returns the embeddings of int32 tokens [...], [..., D]; hyper-connections: [..., n, D]."""
   x = jnp.take(params["embed"]["embedding"], tokens, axis=0, mode="clip")
-  return x * program.model.embedding_multiplier
+  return hyper.expand(x * program.model.embedding_multiplier, program.model.hyper)
 
 
 def head(program: Program, params: Params, x) -> Any:
-  """Returns float32 logits [..., V] of the stream [..., D] after the last layer."""
+  """Returns float32 logits [..., V] of the stream after the last layer, shaped as of `embed`."""
   model, dtype = program.model, program.dtype
+  if (spec := model.hyper) is not None:
+    sizes = model.embed_dim, model.rms_norm_eps
+    x = bind(lambda: hyper.HyperHead(spec, *sizes, nnx.Rngs(0)), params["hyper_head"])(x)
   norm = bind(
     lambda: rms_norm(model.embed_dim, model.rms_norm_eps, dtype, nnx.Rngs(0)), params["norm"]
   )

@@ -15,6 +15,7 @@ from jax import lax
 
 from moecore_jax.models import experts as experts_lib
 from moecore_jax.models.experts import ExpertArrays
+from moecore_jax.models.hyper import Mix
 from moecore_jax.models.router import Routing
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.residency import slots as slots_lib
@@ -37,12 +38,14 @@ class Inputs(NamedTuple):
     routing: of the T tokens.
     valid: bool [T]; other tokens route nothing, load nothing and change no signal.
     prediction: what was foreseen for this layer; its issued copies lie in the in-flight rows.
+    mix: how the output enters the streams; None: it is added to the one.
   """
 
   h: jax.Array
   routing: Routing
   valid: jax.Array
   prediction: Prediction
+  mix: Mix | None = None
 
 
 class Prepared(NamedTuple):

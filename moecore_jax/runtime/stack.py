@@ -58,7 +58,7 @@ class Out(NamedTuple):
   """What the layers give.
 
   Attributes:
-    x: stream [B, T, D] after the last layer.
+    x: stream after the last layer, [B, T, D], with hyper-connections [B, T, n, D] everywhere here.
     kv: the caches of all segments.
     groups: residency of each expert group.
     counters: int32 [MoE layers, len(COUNTERS)] of the step's phase, this step added.
@@ -368,7 +368,8 @@ def _transition(
     y, after = step.ops.execute(program, pool, flow.inputs, prepared)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, flow.inputs.h)
-    x = layer.add(flow.x, y.reshape(flow.x.shape))
+    y = y.reshape((*flow.x.shape[:2], -1))
+    x = layer.add(flow.x, y, flow.inputs.mix)
     return after, _approach(step, way, next_offset, x, caches)
 
   counts, done = prepared.counts, flow.done
@@ -416,9 +417,9 @@ def _copies_ahead(
     return groups, ahead
   layer, h = step.layer(s, offset), flow.inputs.h
   if program.prefetch.predictor_input == "renorm":
-    h = layer.mlp_norm(flow.x).reshape(h.shape)
+    h = layer.mlp_input(flow.x)[0].reshape(h.shape)
   with jax.named_scope("predictor"):
-    routing = layer.mlp.router(h)
+    routing = layer.mlp.router(h, step.tokens.ids.reshape(-1))
   group, ahead = ahead_lib.look_ahead(program, segment, offset, group, routing, valid, step.key)
   return _replaced(groups, segment.group, group), ahead
 
@@ -444,7 +445,8 @@ def _approach(
     def body(carry, i, s=s):
       layer, (x, caches) = step.layer(s, i), carry
       x, caches = attend(layer, i, x, caches, s, step.tokens, block)
-      return (layer.add(x, layer.mlp(layer.mlp_norm(x))), caches), None
+      h, mix = layer.mlp_input(x)
+      return (layer.add(x, layer.mlp(h), mix), caches), None
 
     length = step.program.segments[s].length
     carry = x, _pick(caches, (s,))
@@ -457,12 +459,12 @@ def _approach(
     return caches, x, None
   layer = step.layer(way.segment, offset)
   x, caches = attend(layer, offset, x, caches, way.segment, step.tokens, block)
-  h = layer.mlp_norm(x)
+  h, mix = layer.mlp_input(x)
   flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
   with jax.named_scope("router"):
-    routing = layer.mlp.router(flat)
+    routing = layer.mlp.router(flat, step.tokens.ids.reshape(-1))
   nothing = prefetch_lib.no_prediction(routing.topk_ids, routing.selection_scores.shape[1])
-  return caches, x, routed_lib.Inputs(flat, routing, step.tokens.valid.reshape(-1), nothing)
+  return caches, x, routed_lib.Inputs(flat, routing, step.tokens.valid.reshape(-1), nothing, mix)
 
 
 def attend(
@@ -491,11 +493,12 @@ def attend(
   with jax.named_scope("attention"):
     picks = caches.get(PICKS, {}).get("picks")
     cache = LayerCache(caches[segment], offset, tokens, picks)
-    y, cache = layer.attention.attend(layer.attention_norm(x), cache, block)
+    h, mix = layer.attention_input(x)
+    y, cache = layer.attention.attend(h, cache, block)
     caches = caches | {segment: cache.arrays}
     if picks is not None and cache.picks is not None:
       caches[PICKS] = {"picks": cache.picks}
-    return layer.add(x, y), caches
+    return layer.add(x, y, mix), caches
 
 
 def _once_routed(inputs: routed_lib.Inputs) -> jax.Array:

@@ -20,7 +20,10 @@ def load_module(folder: str | pathlib.Path) -> Transformer:
   tensors = safetensors.numpy.load_file(folder / "model.safetensors")
   keymap = families.key_map(spec)
 
-  tensors = {key: tensor.astype(np.float32) for key, tensor in tensors.items()}
+  tensors = {
+    key: tensor if key in keymap.id_tables else tensor.astype(np.float32)
+    for key, tensor in tensors.items()
+  }
 
   model = nnx.eval_shape(lambda: Transformer(spec, rngs=nnx.Rngs(0)))
   graphdef, bank, dense = nnx.split(model, HostExpert, ...)
@@ -31,7 +34,10 @@ def load_module(folder: str | pathlib.Path) -> Transformer:
     for name, groups in nnx.to_pure_dict(bank).items()
   }
   for rule in keymap.experts:
-    arrays, sources = banks[rule.bank][rule.group], (tensors[key] for key in rule.sources)
+    arrays = banks[rule.bank][rule.group]
+    sources = [tensors[key] for key in rule.sources]
+    if rule.entry is not None:
+      sources = [source[rule.entry] for source in sources]
     arrays["gate_up"][rule.row], arrays["down"][rule.row] = rule.make(*sources)
   params: dict = {}
   for rule in keymap.dense:

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Peak, sum and weighted mean of a running softmax: float32 [B, T, K, G], the same, [.., V]."""
+
 
 def blockwise_attention(
   queries: jax.Array,
@@ -33,16 +36,8 @@ def blockwise_attention(
   Returns:
     [B, T, K, G, V] of the queries' dtype: the softmax-weighted mean of the values.
   """
-
-  def add_block(block, carry):
-    keys, values = read_block(block)
-    row_positions = block * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
-    seen = row_positions[None, None, :] <= positions[:, :, None]
-    return add_rows(carry, queries, keys, values, seen)
-
-  num_blocks = jnp.max(positions) // block_tokens + 1
   start = start_softmax(queries, value_dim, sinks)
-  return end_softmax(lax.fori_loop(0, num_blocks, add_block, start), queries.dtype)
+  return end_softmax(add_blocks(start, queries, positions, read_block, block_tokens), queries.dtype)
 
 
 def window_attention(
@@ -53,6 +48,8 @@ def window_attention(
   window: int,
   block_tokens: int,
   sinks: jax.Array | None = None,
+  extend: Callable[..., Softmax] | None = None,
+  extras: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
   """Attention of queries to the last `window` tokens, themselves included.
 
@@ -65,6 +62,9 @@ def window_attention(
     window: tokens that a query sees.
     block_tokens: queries that are worked on at a time.
     sinks: as in `blockwise_attention`.
+    extend: adds what else the queries see, (softmax, queries, *extras) -> softmax, for some of them
+      at a time.
+    extras: what it needs of each query, [B, T, ...].
 
   Returns:
     [B, T, K, G, V] of the queries' dtype.
@@ -72,9 +72,10 @@ def window_attention(
   length = queries.shape[1]
   block = min(block_tokens, length)
   pad = -length % block
-  queries = jnp.pad(queries, ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0)))
-  positions = jnp.pad(positions, ((0, 0), (0, pad)))
-  keys, values = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (keys, values))
+  queries, positions, keys, values, *padded = (
+    jnp.pad(x, ((0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2)))
+    for x in (queries, positions, keys, values, *extras)
+  )
   span = window - 1 + block
   row = jnp.arange(span, dtype=jnp.int32)[None, :]
   lane = jnp.arange(block, dtype=jnp.int32)[:, None]
@@ -88,15 +89,14 @@ def window_attention(
     row_positions = at[:, :, None] - (lane + window - 1 - row)[None]
     seen = in_window[None] & (row_positions >= 0)
     carry = start_softmax(q, values.shape[-1], sinks)
-    return end_softmax(add_rows(carry, q, part(keys, span), part(values, span), seen), q.dtype)
+    carry = add_rows(carry, q, part(keys, span), part(values, span), seen)
+    if extend is not None:
+      carry = extend(carry, q, *(part(x, block) for x in padded))
+    return end_softmax(carry, q.dtype)
 
   blocks = lax.map(run_block, jnp.arange((length + pad) // block, dtype=jnp.int32))
   blocks = jnp.moveaxis(blocks, 0, 1)  # [B, blocks, block, ...]
   return blocks.reshape(blocks.shape[0], length + pad, *blocks.shape[3:])[:, :length]
-
-
-Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""Peak, sum and weighted mean of a running softmax: float32 [B, T, K, G], the same, [.., V]."""
 
 
 def start_softmax(queries: jax.Array, value_dim: int, sinks: jax.Array | None = None) -> Softmax:
@@ -106,6 +106,51 @@ def start_softmax(queries: jax.Array, value_dim: int, sinks: jax.Array | None = 
   if sinks is None:
     return jnp.full(heads, -jnp.inf, jnp.float32), jnp.zeros(heads, jnp.float32), mean
   return jnp.broadcast_to(sinks[None, None], heads), jnp.ones(heads, jnp.float32), mean
+
+
+def rows_of_block(
+  block: jax.Array, size: int, num_rows: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the rows that a block holds, int32 [size], and which of them no earlier block held.
+
+  Args:
+    block: int32 scalar, its index.
+    size: rows of a block.
+    num_rows: rows in all, at least `size`: the last block ends with them, and begins the earlier;
+      None: a multiple of `size`.
+  """
+  start = block * size
+  first = start if num_rows is None else jnp.minimum(start, num_rows - size)
+  rows = first + jnp.arange(size, dtype=jnp.int32)
+  return rows, rows >= start
+
+
+def add_blocks(
+  carry: Softmax,
+  queries: jax.Array,
+  positions: jax.Array,
+  read_block: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  block_tokens: int,
+  num_rows: int | None = None,
+  share: jax.Array | int = 1,
+) -> Softmax:
+  """Adds cached rows, block after block; arguments as of `blockwise_attention`, and
+
+  Args:
+    carry: what the queries have seen.
+    queries, positions, read_block, block_tokens: position -1 sees no row.
+    num_rows: as in `rows_of_block`.
+    share: int32 scalar; 0 adds nothing.
+  """
+
+  def add_block(block, carry):
+    keys, values = read_block(block)
+    rows, is_new = rows_of_block(block, block_tokens, num_rows)
+    seen = is_new[None, None] & (rows[None, None] <= positions[:, :, None])
+    return add_rows(carry, queries, keys, values, seen)
+
+  num_blocks = jnp.max(positions) // block_tokens + 1
+  return lax.fori_loop(0, num_blocks * share, add_block, carry)
 
 
 def add_rows(
@@ -125,6 +170,18 @@ def add_rows(
     "btkgs,bskv->btkgv", shares.astype(values.dtype), values, preferred_element_type=jnp.float32
   )
   return new_peak, total * shrink + shares.sum(-1), mean * shrink[..., None] + added
+
+
+def add_picks(carry: Softmax, queries: jax.Array, rows: jax.Array, seen: jax.Array) -> Softmax:
+  """Adds rows [B, T, S, R], key and value in one, of each query's own; bool `seen` [B, T, S]."""
+  batch, length = rows.shape[:2]
+
+  def fold(x):
+    return x.reshape((batch * length, 1, *x.shape[2:]))
+
+  rows, seen = rows.reshape((batch * length, -1, 1, rows.shape[-1])), fold(seen)
+  carry = add_rows(jax.tree.map(fold, carry), fold(queries), rows, rows, seen)
+  return jax.tree.map(lambda x: x.reshape((batch, length, *x.shape[2:])), carry)
 
 
 def end_softmax(carry: Softmax, dtype: jnp.dtype) -> jax.Array:

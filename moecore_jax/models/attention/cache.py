@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from moecore_jax.specs import AttentionSpec, MLASpec
+from moecore_jax.specs import AttentionSpec, CompressedSpec, MLASpec
 
 LANES = 128
 
@@ -27,11 +27,13 @@ class Tokens(NamedTuple):
     positions: int32 [B, T].
     valid: bool [B, T], False for padding.
     row: int32 scalar, first row of the cache that they belong to.
+    ids: int32 [B, T], the tokens themselves.
   """
 
   positions: jax.Array
   valid: jax.Array
   row: jax.Array
+  ids: jax.Array
 
 
 def padded_row_dim(width: int) -> int:
@@ -50,8 +52,25 @@ def cache_shapes(spec: AttentionSpec, context_tokens: int) -> dict[str, tuple[in
 
   `latent`: a row a token. `index_keys`: a row a token, where a context can be longer than what
   sparse attention reads. `keys_values`: a row a token, all key heads, then all value heads; with a
-  window only the rows of the last window - 1 tokens, the newest last.
+  window only the rows of the last window - 1 tokens, the newest last. `window`: likewise, one
+  vector a token. `entries`: a row for each window of tokens that can be closed; `entries_tokens`:
+  what the newest tokens bring to windows, the newest last. `index_entries` and
+  `index_entries_tokens`: the same of the indexer, where there can be more entries than it chooses.
   """
+  if isinstance(spec, CompressedSpec):
+    shapes = {"window": (spec.window - 1, padded_row_dim(spec.head_dim))}
+    compression = spec.compression
+    rows = context_tokens // compression.ratio if compression is not None else 0
+    if compression is not None and rows:
+      indexer = compression.indexer
+      widths = {"entries": spec.head_dim}
+      if indexer is not None and rows > indexer.topk:
+        widths["index_entries"] = indexer.head_dim
+      for name, width in widths.items():
+        shapes[name] = (rows, padded_row_dim(width))
+        brought = 2 * width * (2 if compression.overlaps else 1)
+        shapes[f"{name}_tokens"] = (compression.held_tokens, padded_row_dim(brought))
+    return shapes
   if isinstance(spec, MLASpec):
     shapes = {"latent": (context_tokens, padded_row_dim(spec.latent_dim))}
     indexer = spec.indexer
@@ -79,18 +98,29 @@ class LayerCache:
   tokens: Tokens
   picks: jax.Array | None = None
 
-  def write(self, name: str, rows: jax.Array) -> Self:
-    """Writes rows [B, T, R] at the tokens' positions; rows of padding are dropped."""
+  def write(
+    self,
+    name: str,
+    rows: jax.Array,
+    at: jax.Array | None = None,
+    is_written: jax.Array | None = None,
+  ) -> Self:
+    """Writes rows [B, T, R] at `at`, int32 [B, T], but for those that are not written.
+
+    By default they are the tokens' rows, at their positions; those of padding are not written.
+    """
     cache, tokens = self.arrays[name], self.tokens
-    batch, length = tokens.valid.shape
-    row = tokens.row + jnp.arange(batch, dtype=jnp.int32)[:, None]
-    at = jnp.where(tokens.valid, tokens.positions, cache.shape[2])
-    layer = jnp.broadcast_to(self.layer, (batch, length))
-    place = layer, jnp.broadcast_to(row, (batch, length)), at
+    at = tokens.positions if at is None else at
+    at = jnp.where(tokens.valid if is_written is None else is_written, at, cache.shape[2])
+    row = tokens.row + jnp.arange(at.shape[0], dtype=jnp.int32)[:, None]
+    place = jnp.broadcast_to(self.layer, at.shape), jnp.broadcast_to(row, at.shape), at
     return self._with(name, cache.at[place].set(rows, mode="drop"))
 
   def read(self, name: str, start: jax.Array, count: int) -> jax.Array:
-    """Returns the rows from `start` on of the step's batch rows: [B, count, R]."""
+    """Returns rows of the step's batch rows: `count` from `start` on, or the last if fewer follow.
+
+    They are [B, count, R].
+    """
     cache = self.arrays[name]
     at = (self.layer, self.tokens.row, start, jnp.int32(0))
     return lax.dynamic_slice(cache, at, (1, len(self.tokens.valid), count, cache.shape[3]))[0]
@@ -101,10 +131,24 @@ class LayerCache:
     place = jnp.broadcast_to(self.layer, at.shape), jnp.broadcast_to(row, at.shape), at
     return self.arrays[name].at[place].get(mode="promise_in_bounds")
 
-  def replace(self, name: str, rows: jax.Array) -> Self:
-    """Replaces all rows of the step's batch rows by [B, rows, R]."""
-    at = (self.layer, self.tokens.row, jnp.int32(0), jnp.int32(0))
-    return self._with(name, lax.dynamic_update_slice(self.arrays[name], rows[None], at))
+  def slide(self, name: str, rows: jax.Array) -> tuple[jax.Array, Self]:
+    """Moves a cache of the newest tokens on.
+
+    Args:
+      name: of the cache.
+      rows: [B, T, R], of the step's tokens.
+
+    Returns:
+      [B, held + T, R], the rows that were held, then the step's; and the cache of the newest, those
+      of padding left out.
+    """
+    held = self.arrays[name].shape[2]
+    rows = jnp.concatenate([self.read(name, jnp.int32(0), held), rows], axis=1)
+    count = self.tokens.valid.sum(1, dtype=jnp.int32)  # tokens that the cache moves on
+    at = count[:, None] + jnp.arange(held, dtype=jnp.int32)[None]
+    newest = jnp.take_along_axis(rows, at[:, :, None], axis=1)
+    place = (self.layer, self.tokens.row, jnp.int32(0), jnp.int32(0))
+    return rows, self._with(name, lax.dynamic_update_slice(self.arrays[name], newest[None], place))
 
   def _with(self, name: str, array: jax.Array) -> Self:
     return dataclasses.replace(self, arrays=self.arrays | {name: array})

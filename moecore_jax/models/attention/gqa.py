@@ -97,15 +97,11 @@ class GQAttention(nnx.Module):
         self._sinks(),
       )
       return self.output(attended), cache
-    held = spec.window - 1
-    rows = jnp.concatenate([cache.read("keys_values", jnp.int32(0), held), rows], axis=1)
+    rows, cache = cache.slide("keys_values", rows)
     attended = window_attention(
       queries, tokens.positions, *self._split(rows), spec.window, block, self._sinks()
     )
-    count = tokens.valid.sum(1, dtype=jnp.int32)  # tokens that the window moves on
-    at = count[:, None] + jnp.arange(held, dtype=jnp.int32)[None]
-    newest = jnp.take_along_axis(rows, at[:, :, None], axis=1)
-    return self.output(attended), cache.replace("keys_values", newest)
+    return self.output(attended), cache
 
   def output(self, attended: jax.Array) -> jax.Array:
     """Maps attended values [B, T, K, G, R] to the stream [B, T, D]."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from moecore_jax.models.attention.blockwise import rows_of_block
 from moecore_jax.models.layers import apply_rope, linear
 from moecore_jax.specs import IndexerSpec
 
@@ -17,8 +18,8 @@ KEY_NORM_EPS = 1e-6
 NO_PICK = -1
 
 
-class Indexer(nnx.Module):
-  """Scores keys for queries: a weighted sum over heads of relu(query . key).
+class IndexQueries(nnx.Module):
+  """The queries of an indexer and the weights of their heads.
 
   Args:
     spec: shapes.
@@ -33,15 +34,7 @@ class Indexer(nnx.Module):
   ):
     self.spec = spec
     self.q_proj = linear(query_dim, spec.num_heads * spec.head_dim, dtype, rngs)
-    self.k_proj = linear(embed_dim, spec.head_dim, dtype, rngs)
-    self.k_norm = nnx.LayerNorm(
-      spec.head_dim, epsilon=KEY_NORM_EPS, dtype=dtype, param_dtype=dtype, rngs=rngs
-    )
     self.weights_proj = linear(embed_dim, spec.num_heads, dtype, rngs)
-
-  def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns the keys to cache, [B, T, R], of a normed stream [B, T, D]."""
-    return apply_rope(self.k_norm(self.k_proj(x)), positions, self.spec.rope)
 
   def queries(
     self, low: jax.Array, x: jax.Array, positions: jax.Array
@@ -59,6 +52,25 @@ class Indexer(nnx.Module):
     return apply_rope(q, positions, spec.rope), weights
 
 
+class Indexer(IndexQueries):
+  """Scores tokens for queries, a weighted sum over heads of relu(query . key), by keys of its own;
+  arguments as of IndexQueries.
+  """
+
+  def __init__(
+    self, spec: IndexerSpec, query_dim: int, embed_dim: int, dtype: jnp.dtype, rngs: nnx.Rngs
+  ):
+    super().__init__(spec, query_dim, embed_dim, dtype, rngs)
+    self.k_proj = linear(embed_dim, spec.head_dim, dtype, rngs)
+    self.k_norm = nnx.LayerNorm(
+      spec.head_dim, epsilon=KEY_NORM_EPS, dtype=dtype, param_dtype=dtype, rngs=rngs
+    )
+
+  def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the keys to cache, [B, T, R], of a normed stream [B, T, D]."""
+    return apply_rope(self.k_norm(self.k_proj(x)), positions, self.spec.rope)
+
+
 def index_scores(queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
   """Returns float32 scores [B, T, S] of keys [B, S, R] for queries [B, T, H, R]."""
   products = jnp.einsum("bthr,bsr->bths", queries, keys, preferred_element_type=jnp.float32)
@@ -72,25 +84,28 @@ def best_keys(
   read_block: Callable[[jax.Array], jax.Array],
   block_tokens: int,
   topk: int,
+  num_keys: int | None = None,
 ) -> jax.Array:
   """Returns the best keys of each query, a block of keys at a time.
 
   Args:
     queries: [B, T, H, R].
     weights: float32 [B, T, H].
-    positions: int32 [B, T]; a query sees the keys 0..position.
+    positions: int32 [B, T]; a query sees the keys 0..position, -1: none.
     read_block: maps a block index to the block's keys [B, block_tokens, R].
     block_tokens: keys of a block.
     topk: keys to choose.
+    num_keys: as num_rows of `rows_of_block`.
 
   Returns:
     int32 [B, T, topk], positions of keys, best first; NO_PICK where fewer are visible.
   """
 
   def add_block(block, carry):
-    at = block * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)[None, None]
+    at, is_new = rows_of_block(block, block_tokens, num_keys)
     scores = index_scores(queries, weights, read_block(block))
-    seen = at <= positions[:, :, None]
+    at = at[None, None]
+    seen = is_new[None, None] & (at <= positions[:, :, None])
     scores = jnp.concatenate([carry[0], jnp.where(seen, scores, -jnp.inf)], axis=-1)
     ids = jnp.concatenate([carry[1], jnp.where(seen, at, NO_PICK)], axis=-1)
     best, place = lax.top_k(scores, topk)

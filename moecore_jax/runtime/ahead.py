@@ -162,9 +162,13 @@ def advance_with_copies(
   def with_copies(turn, carry):
     pools, (carried, *_rest) = carry
     # + turn, for XLA moves what does not depend on it, the reads of the bank, out of the loop.
-    with jax.named_scope("prefetch"):
-      copies = [routed_lib.fetch(banks[ahead.group], row + turn) for row in ahead.bank_rows]
     after, result = advance(pools, carried)
+    waits = [turn, *[turn + _before_second_copy(after)] * (len(ahead.bank_rows) - 1)]
+    with jax.named_scope("prefetch"):
+      copies = [
+        routed_lib.fetch(banks[ahead.group], row + wait)
+        for row, wait in zip(ahead.bank_rows, waits, strict=True)
+      ]
     pool = pools[ahead.group]
     for stored, row in zip(copies, ahead.pool_rows, strict=True):
       # + after: if the experts might still read the pool, XLA would write into a copy of it.
@@ -180,3 +184,12 @@ def advance_with_copies(
   count = ahead.prediction.is_issued.astype(jnp.int32)
   carry = lax.fori_loop(0, count, with_copies, (pools, (carried, *blank)))
   return lax.fori_loop(0, 1 - count, without_copies, carry)
+
+
+def _before_second_copy(after: jax.Array) -> jax.Array:
+  """Returns int32 [], 0, known when the second copy may start.
+
+  A GPU has at most two slices on the way at a time, those of one expert: a second expert beside it
+  would make the experts wait for the first. There it follows when they have run (`after`).
+  """
+  return lax.platform_dependent(after, cuda=lambda x: x, default=jnp.zeros_like)

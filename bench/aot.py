@@ -3,11 +3,12 @@ XLA made of them.
 
     python -m bench.aot --config=configs/deepseek_v3.py --target=h200 --json=/tmp/rows.json
 
-One row a program (decode, and prefill of each bucket), printed and written as a JSON list. A row
-says how long compilation took, what device and host memory the program needs and whether it fits
-the config's cap, whether donated arrays are updated in place, every read of the expert bank,
-computations on the host, and whether a prefetch overlaps with compute. Nothing is allocated: the
-sizes may exceed this machine's memory.
+One row a program (decode; prefill of each bucket, once more as staged_T where its prompts stage
+layers), printed and written as a JSON list. A row says how long compilation took, what device and
+host memory the program needs and whether it fits the config's cap, whether donated arrays are
+updated in place, every read of the expert bank, computations on the host, and whether copies ahead
+(prefetches of experts, staged layers) overlap with compute. Nothing is allocated: the sizes may
+exceed this machine's memory.
 
 `--target=h200` and `--target=v5p` need the compilers of the extra `aot`; `--target=cpu` needs
 nothing. Every program compiles in a process of its own; those for the TPU wait for each other.
@@ -15,19 +16,18 @@ nothing. Every program compiles in a process of its own; those for the TPU wait 
 
 import json
 import pathlib
-import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags
 
-from bench import described
+from bench import abstract, command, described
 from moecore_jax import families
 from moecore_jax.config import RunConfig
-from moecore_jax.config_loading import define_config_flag, parse_flags
+from moecore_jax.runtime.program import make_program
 
 _SHOWN = (
   "program",
@@ -41,52 +41,26 @@ _SHOWN = (
   "host_argument_bytes",
   "host_compute_ops",
   "prefetch_overlap",
+  "staging_overlap",
   "is_bank_read_by_row",
   "fits",
 )
-
-
-def parse(argv: Sequence[str]) -> flags.FlagValues:
-  """Parses the command line.
-
-  Raises:
-    ValueError: a flag is unknown, missing or malformed, or the target's compiler is not installed.
-  """
-  argv = ["bench.aot", *argv]
-  values = flags.FlagValues()
-  flags.DEFINE_enum("target", None, described.TARGETS, "device to compile for", flag_values=values)
-  flags.DEFINE_string("json", None, "write the rows to this file", flag_values=values)
-  flags.DEFINE_enum(
-    "layer_loop", None, ("unrolled", "scanned"), "instead of the config's", flag_values=values
-  )
-  flags.DEFINE_list("programs", [], "only these, such as decode,prefill_512", flag_values=values)
-  flags.DEFINE_string("dump", None, "folder for the programs' texts", flag_values=values)
-  define_config_flag(values, argv)
-  if any(word in ("--help", "-h", "-help") for word in argv):
-    print(__doc__)
-    print(values.get_help())
-    sys.exit(0)
-  parse_flags(values, argv)
-  target = values["target"].value
-  if target is None:
-    raise ValueError(f"--target is missing; choose one of {', '.join(described.TARGETS)}")
-  if missing := described.missing_compiler(target):
-    raise ValueError(
-      f"--target={target} needs the module {missing}, which is not installed; "
-      "install the compilers: pip install 'moecore-jax[aot]'"
-    )
-  if values["layer_loop"].value:
-    values["config"].value.engine.layer_loop = values["layer_loop"].value
-  return values
 
 
 def program_names(config: RunConfig, wanted: Sequence[str]) -> tuple[str, ...]:
   """Returns the wanted programs of an engine, all if none is named.
 
   Raises:
-    ValueError: a program is unknown.
+    ValueError: a program is unknown, or the config describes no model or does not fit it.
   """
-  known = ("decode", *(f"prefill_{tokens}" for tokens in config.engine.prefill_buckets))
+  if not config.model.published_config:
+    raise ValueError(
+      "config field model.published_config: got {}, expected the content of a published "
+      "config.json; compiling needs shapes, not weights"
+    )
+  model = families.model_spec(config.model.published_config)
+  residency, engine, _ = config.freeze(model)
+  known = abstract.program_names(make_program(model, residency, engine), residency)
   for name in wanted:
     if name not in known:
       raise ValueError(f"--programs: got {name!r}, expected some of {', '.join(known)}")
@@ -99,7 +73,7 @@ class Task(NamedTuple):
   Attributes:
     config: of its engine.
     target: one of described.TARGETS.
-    name: "decode", or "prefill_T" for a bucket of T tokens.
+    name: one of abstract.program_names.
     hlo_path: file for the program's text, "" to drop it.
   """
 
@@ -146,55 +120,60 @@ def run(tasks: Sequence[Task], cache: str = "") -> list[dict[str, Any]]:
   with tempfile.NamedTemporaryFile() as rows, described.one_at_a_time(tasks[0].target):
     done = subprocess.run(
       [sys.executable, "-m", "bench.aot_row", rows.name],
-      input=pickle.dumps([tuple(task) for task in tasks]),
+      input=json.dumps([[task.config.to_dict(), *task[1:]] for task in tasks]),
       env=environment,
       cwd=pathlib.Path(__file__).parents[1],
       capture_output=True,
+      text=True,
+      errors="replace",
       check=False,
     )
     if done.returncode != 0:
-      said = done.stderr.decode(errors="replace")[-4000:]
+      said = done.stderr[-4000:]
       names = ", ".join(task.name for task in tasks)
       code = done.returncode
       raise RuntimeError(f"compiling {names} for {tasks[0].target} failed (exit {code}):\n{said}")
     return json.load(rows)
 
 
-def main(argv: Sequence[str]) -> int:
-  """Runs the command; returns the exit code: 0 done, 2 wrong input. A failure raises."""
-  try:
-    values = parse(argv)
-    config, target = values["config"].value, values["target"].value
-    check(config)
-    names = program_names(config, values["programs"].value)
-  except ValueError as e:
-    print(f"bench.aot: {e}", file=sys.stderr)
-    return 2
+def measure_all(values: flags.FlagValues) -> Iterator[dict[str, Any]]:
+  """Measures the programs that are asked for; yields their rows.
+
+  Raises:
+    ValueError: the target's compiler is not installed, or the config describes no model.
+  """
+  config, target = values["config"].value, values["target"].value
+  if target is None:
+    raise ValueError(f"--target is missing; choose one of {', '.join(described.TARGETS)}")
+  if missing := described.missing_compiler(target):
+    raise ValueError(
+      f"--target={target} needs the module {missing}, which is not installed; "
+      "install the compilers: pip install 'moecore-jax[aot]'"
+    )
+  config.engine.layer_loop = values["layer_loop"].value or config.engine.layer_loop
+  names = program_names(config, values["programs"].value)
   dump = pathlib.Path(values["dump"].value).resolve() if values["dump"].value else None
   if dump:
     dump.mkdir(parents=True, exist_ok=True)
-  rows = []
   for name in names:
     hlo_path = dump / f"{target}-{config.engine.layer_loop}-{name}.hlo" if dump else ""
-    rows.append(measure(Task(config, target, name, str(hlo_path))))
-    print("\n".join(f"{key:>22}  {rows[-1][key]}" for key in _SHOWN), end="\n\n", flush=True)
-    if values["json"].value:
-      pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=1) + "\n")
-  return 0
+    row = measure(Task(config, target, name, str(hlo_path)))
+    print("\n".join(f"{key:>22}  {row[key]}" for key in _SHOWN), end="\n\n", flush=True)
+    yield row
 
 
-def check(config: RunConfig) -> None:
-  """Checks that a config describes a model and fits it.
+def _define(values: flags.FlagValues) -> None:
+  flags.DEFINE_enum("target", None, described.TARGETS, "device to compile for", flag_values=values)
+  flags.DEFINE_enum(
+    "layer_loop", None, ("unrolled", "scanned"), "instead of the config's", flag_values=values
+  )
+  flags.DEFINE_list("programs", [], "only these, such as decode,prefill_512", flag_values=values)
+  flags.DEFINE_string("dump", None, "folder for the programs' texts", flag_values=values)
 
-  Raises:
-    ValueError: it does not.
-  """
-  if not config.model.published_config:
-    raise ValueError(
-      "config field model.published_config: got {}, expected the content of a published "
-      "config.json; compiling needs shapes, not weights"
-    )
-  config.freeze(families.model_spec(config.model.published_config))
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command; returns the exit code: 0 done, 2 wrong input. A failure raises."""
+  return command.run("bench.aot", __doc__, argv, measure_all, _define, use_config=True)
 
 
 if __name__ == "__main__":

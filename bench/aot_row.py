@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import pickle
 import platform
 import sys
 from typing import Any
@@ -17,8 +16,7 @@ import jax
 
 from bench import abstract, bank_reads, bounds, described, hlo
 from moecore_jax import families
-from moecore_jax.config import RunConfig
-from moecore_jax.runtime import plan
+from moecore_jax.config import RunConfig, from_plain
 from moecore_jax.specs import DeviceSpec, ModelSpec
 
 COMPILE_BOUND_S = {"unrolled": 8.0, "scanned": 90.0}
@@ -33,7 +31,7 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
   Args:
     config: a checked config with `model.published_config`, for nothing is loaded.
     target: one of described.TARGETS.
-    name: "decode", or "prefill_T" for a bucket of T tokens.
+    name: one of abstract.program_names.
     hlo_path: also write the program's text to this file, unless "".
 
   Returns:
@@ -47,8 +45,7 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
     pathlib.Path(hlo_path).write_text(program.hlo)
   module = hlo.parse(program.hlo)
   reads = bank_reads.bank_reads(module)
-  tokens = engine.batch_size if name == "decode" else int(name.removeprefix("prefill_"))
-  bound = bounds.temp_bound(model, engine, tokens, engine.batch_size if name == "decode" else 1)
+  bound = bounds.temp_bound(model, engine, name)
   compile_bound_s = COMPILE_BOUND_S[engine.layer_loop]
   if engine.layer_loop == "unrolled":
     compile_bound_s *= len(model.layers)
@@ -69,15 +66,16 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
     "donated_bytes": sum(_num_bytes(leaf) for leaf in jax.tree.leaves(programs.state)),
     "temp_bytes": program.temp_bytes,
     "temp_bound_bytes": bound.total_bytes,
-    "temp_bound": f"{plan.TEMPORARY_EXPERTS} experts of {bound.expert_bytes} + dense matrix of "
-    f"{bound.dense_matrix_bytes} + activations of {bound.activation_bytes}",
+    "temp_bound": str(bound),
     "is_temp_within_bound": program.temp_bytes <= bound.total_bytes,
     "host_argument_bytes": program.host_argument_bytes,
     "host_temp_bytes": program.host_temp_bytes,
     "host_compute_ops": bank_reads.host_compute_ops(module),
     "prefetch_overlap": bank_reads.prefetch_overlap(module, reads),
+    "prefetch_hidden_by": bank_reads.prefetch_hidden_by(module, reads),
+    "staging_overlap": bank_reads.staging_overlap(module, reads),
     "bank_reads": _summary(reads),
-    "is_bank_read_by_row": all(read.is_one_row_in_counted_loop for read in reads),
+    "is_bank_read_by_row": all(_is_asked_for(read, model) for read in reads),
     "needed_bytes": program.device_bytes,
     **_fits(program.device_bytes, target, device),
     "versions": versions(),
@@ -95,6 +93,13 @@ def _describe(model: ModelSpec) -> str:
     for g in model.expert_groups
   )
   return f"{model.family}, {len(model.layers)} layers, {experts}"
+
+
+def _is_asked_for(read: bank_reads.BankRead, model: ModelSpec) -> bool:
+  """Whether it reads one expert a turn of a counted loop, or a whole layer that is staged."""
+  if read.is_several_rows:
+    return read.rows in {group.num_experts for group in model.expert_groups}
+  return read.is_one_row_in_counted_loop
 
 
 def _summary(reads: list[bank_reads.BankRead]) -> list[dict[str, Any]]:
@@ -135,9 +140,10 @@ def machine() -> str:
 
 
 def main() -> None:
-  """Reads a list of (config, target, name, hlo_path), pickled, from stdin; writes the rows to a
-  file."""
-  rows = [measure(*task) for task in pickle.load(sys.stdin.buffer)]
+  """Reads a list of [config, target, name, hlo_path] from stdin, writes the rows to a file, both
+  JSON."""
+  tasks = json.load(sys.stdin)
+  rows = [measure(from_plain(RunConfig, config), *rest) for config, *rest in tasks]
   pathlib.Path(sys.argv[1]).write_text(json.dumps(rows))
 
 

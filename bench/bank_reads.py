@@ -6,6 +6,7 @@ whatever else touches it is one, and must be a slice of one row inside a loop wh
 is computed by the program, or else bytes move that no miss asked for.
 """
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ _HANDS_ON = (
   "conditional",
 )
 _PRODUCTS = ("dot", "convolution", "dot_general", "conv_general_dilated")
+
+HIDDEN = "attention and experts"
+"""What is computed while a copy is on the way that is hidden as it should be."""
 
 # Where a value holds the bank: path within the value's tuple -> name of the entry parameter.
 _Held = dict[tuple[int, ...], str]
@@ -51,6 +55,11 @@ class BankRead:
   scope: str
   frame: hlo.Frame = dataclasses.field(repr=False, compare=False)
   start: hlo.Instruction = dataclasses.field(repr=False, compare=False)
+
+  @property
+  def is_several_rows(self) -> bool:
+    """Whether it copies several rows at once, as staging copies the experts of a layer."""
+    return self.opcode in ("dynamic-slice", "slice") and self.rows > 1
 
   @property
   def is_one_row_in_counted_loop(self) -> bool:
@@ -231,23 +240,43 @@ def _inner(module: hlo.Module, instruction: hlo.Instruction) -> Iterator[hlo.Ins
       yield from _inner(module, inside)
 
 
-def prefetch_overlap(module: hlo.Module, reads: list[BankRead]) -> bool | None:
-  """Whether the expert loop and the attention products lie between start and done of every
-  prefetch.
+def prefetch_hidden_by(module: hlo.Module, reads: list[BankRead]) -> dict[str, int]:
+  """Tells what is computed while prefetches are on the way.
 
   Phases are recognised by the named scopes `prefetch`, `experts` and `attention` that the step
   opens around them.
 
   Returns:
-    None if the program has no prefetch.
+    {phases: number of copies}, phases being HIDDEN, one of both, or "nothing".
   """
-  prefetches = [read for read in reads if "/prefetch/" in read.scope]
-  if not prefetches:
-    return None
-  return all(
-    {"experts", "attention"} <= _product_scopes(module, instructions_in_flight(read))
-    for read in prefetches
-  )
+  return _hidden_by(module, [read for read in reads if "/prefetch/" in read.scope])
+
+
+def prefetch_overlap(module: hlo.Module, reads: list[BankRead]) -> bool | None:
+  """Whether the expert loop and the attention products lie between start and done of every
+  prefetch; None if the program has none.
+  """
+  hidden_by = prefetch_hidden_by(module, reads)
+  return set(hidden_by) == {HIDDEN} if hidden_by else None
+
+
+def staging_overlap(module: hlo.Module, reads: list[BankRead]) -> bool | None:
+  """Whether the products of experts and attention lie between start and done of every copy of a
+  whole layer; before the first of them there are no experts, just attention. None if the program
+  stages no layer.
+  """
+  copies = [read for read in reads if read.is_several_rows]
+  hidden_by = _hidden_by(module, copies)
+  first = len({read.bank for read in copies})  # one copy an array
+  with_attention = hidden_by.get("attention", 0)
+  all_hidden = hidden_by.get(HIDDEN, 0) + with_attention == len(copies)
+  return (all_hidden and with_attention <= first) if copies else None
+
+
+def _hidden_by(module: hlo.Module, copies: list[BankRead]) -> dict[str, int]:
+  scopes = [_product_scopes(module, instructions_in_flight(read)) for read in copies]
+  phases = [" and ".join(sorted(found & {"experts", "attention"})) for found in scopes]
+  return dict(collections.Counter(name or "nothing" for name in phases))
 
 
 def _product_scopes(module: hlo.Module, instructions: list[hlo.Instruction]) -> set[str]:

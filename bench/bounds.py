@@ -14,35 +14,56 @@ class TempBound:
   capacity.
 
   Attributes:
+    num_experts: experts that may lie there.
     expert_bytes: the largest stored expert.
+    num_layers: layers whose experts may lie there.
+    layer_bytes: all stored experts of the largest layer.
     dense_matrix_bytes: the largest dense matrix of a layer.
     activation_bytes: see `runtime.plan.activation_costs`.
   """
 
+  num_experts: int
   expert_bytes: int
+  num_layers: int
+  layer_bytes: int
   dense_matrix_bytes: int
   activation_bytes: int
 
   @property
   def total_bytes(self) -> int:
     return (
-      plan.TEMPORARY_EXPERTS * self.expert_bytes + self.dense_matrix_bytes + self.activation_bytes
+      self.num_experts * self.expert_bytes
+      + self.num_layers * self.layer_bytes
+      + self.dense_matrix_bytes
+      + self.activation_bytes
+    )
+
+  def __str__(self) -> str:
+    return (
+      f"{self.num_layers} layers of {self.layer_bytes} + {self.num_experts} experts of "
+      f"{self.expert_bytes} + dense matrix of {self.dense_matrix_bytes} + activations of "
+      f"{self.activation_bytes}"
     )
 
 
-def temp_bound(model: ModelSpec, engine: EngineSpec, tokens: int, head_tokens: int) -> TempBound:
+def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
   """Returns the bound of a program.
 
   Args:
     model: the model.
     engine: shapes and formats.
-    tokens: tokens that a step computes.
-    head_tokens: tokens whose logits it computes.
+    name: of the program, one of abstract.program_names.
   """
+  kind, _, length = name.partition("_")
+  tokens, head_tokens = (int(length), 1) if length else (engine.batch_size,) * 2
   experts = [expert_bytes(group, engine.expert_format) for group in model.expert_groups]
+  layers = [n * group.num_experts for n, group in zip(experts, model.expert_groups, strict=True)]
   costs = plan.activation_costs(model, engine)
   return TempBound(
+    num_experts=1 if kind == "staged" else plan.TEMPORARY_EXPERTS,
     expert_bytes=max(experts, default=0),
+    num_layers=2 if kind == "staged" else 0,
+    layer_bytes=max(layers, default=0),
     dense_matrix_bytes=plan.dense_costs(model, engine).largest_bytes,
     activation_bytes=tokens * costs.token_bytes
     + engine.batch_size * costs.row_bytes

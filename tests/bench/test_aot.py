@@ -14,11 +14,11 @@ from moecore_jax.config import (
   PrefetchConfig,
   ResidencyConfig,
   RunConfig,
+  StagingConfig,
 )
 from tests.bench.conftest import require_compiler
 
 _LAYERS, _DENSE, _EXPERTS, _DIM, _EXPERT_DIM = 3, 1, 16, 4096, 2048
-_SCANNED_LAYERS = 4  # two passages from MoE layer to MoE layer: a loop of one turn is none
 _PUBLISHED = {
   "model_type": "deepseek_v3",
   "vocab_size": 4096,
@@ -50,14 +50,20 @@ _PUBLISHED = {
 }
 
 
+_SCANNED = {"layer_loop": "scanned", "layers": 6}  # so deep that the scan stays a loop
 _VARIANTS = {
   "base": {},
-  "scanned": {"layer_loop": "scanned"},
   "prefetch": {"prefetch": 1},
+  "scanned": {"prefetch": 2, **_SCANNED},
   "slots": {"slots": 12},
   "context": {"context": 65536},
   "float32": {"dtype": "float32", "expert_format": "float32"},
 }
+_STAGED = {
+  "staged": {"layers": 4, "is_staged": True},
+  "staged, scanned": {"is_staged": True, **_SCANNED},
+}
+_SLOW = {"scanned, one": {"prefetch": 1, **_SCANNED}, "two": {"prefetch": 2}}
 
 
 def _config(
@@ -68,13 +74,18 @@ def _config(
   expert_format="bfloat16",
   layer_loop="unrolled",
   prefetch=0,
+  layers=_LAYERS,
+  is_staged=False,
 ):
   """A small model with experts of real size. A CPU engine holds float32: the CPU has no other
   arithmetic."""
-  layers = _SCANNED_LAYERS if layer_loop == "scanned" else _LAYERS
   return RunConfig(
     model=ModelConfig(published_config=_PUBLISHED | {"num_hidden_layers": layers}),
-    residency=ResidencyConfig(slots_per_layer=slots, prefetch=PrefetchConfig(max_experts=prefetch)),
+    residency=ResidencyConfig(
+      slots_per_layer=slots,
+      prefetch=PrefetchConfig(max_experts=prefetch),
+      staging=StagingConfig(enabled=is_staged),
+    ),
     engine=EngineConfig(
       context_tokens=context,
       prefill_buckets=(64,),
@@ -86,15 +97,29 @@ def _config(
   )
 
 
+def _rows(target, programs):
+  require_compiler(target)
+  tasks = [aot.Task(_config(target, **variants[v]), target, name) for variants, v, name in programs]
+  keys = [(variant, name) for _, variant, name in programs]
+  return dict(zip(keys, aot.run(tasks), strict=True))
+
+
 @pytest.fixture(scope="module", params=described.TARGETS)
 def rows(request) -> dict[tuple[str, str], dict]:
   """Rows by variant and program, compiled in one process for each target."""
-  target = request.param
-  require_compiler(target)
-  keys = [(variant, "decode") for variant in _VARIANTS]
-  keys += [("base", "prefill_64"), ("scanned", "prefill_64")]
-  tasks = [aot.Task(_config(target, **_VARIANTS[variant]), target, name) for variant, name in keys]
-  return dict(zip(keys, aot.run(tasks), strict=True))
+  programs = [(_VARIANTS, variant, "decode") for variant in _VARIANTS]
+  programs += [(_VARIANTS, "base", "prefill_64")]
+  if request.param != "cpu":
+    programs += [(_STAGED, variant, "staged_64") for variant in _STAGED]
+  return _rows(request.param, programs)
+
+
+@pytest.fixture
+def device_rows(rows) -> dict[tuple[str, str], dict]:
+  """Those of the devices whose copies are asynchronous."""
+  if rows["base", "decode"]["target"] == "cpu":
+    pytest.skip("the CPU knows one memory only, and its copies are not asynchronous")
+  return rows
 
 
 def _expert_bytes(expert_format: str = "bfloat16") -> int:
@@ -105,29 +130,63 @@ def _expert_bytes(expert_format: str = "bfloat16") -> int:
   ("variant", "name"),
   [
     ("base", "decode"),
-    ("scanned", "decode"),
     ("prefetch", "decode"),
+    ("scanned", "decode"),
     ("base", "prefill_64"),
-    ("scanned", "prefill_64"),
   ],
 )
 def test_bank_is_read_by_rows_and_state_is_in_place(rows, variant, name):
   row = rows[variant, name]
-  layers = _SCANNED_LAYERS if row["layer_loop"] == "scanned" else _LAYERS
+  _check_state_is_in_place(row, _VARIANTS[variant].get("layers", _LAYERS))
+  reads = row["bank_reads"]
+  assert reads and row["is_bank_read_by_row"], reads
+  assert {read["rows"] for read in reads} == {1}
+  if row["target"] != "cpu":
+    assert all(read["is_async"] for read in reads)
+
+
+def _check_state_is_in_place(row, layers):
   bank_bytes = (layers - _DENSE) * _EXPERTS * _expert_bytes()
   assert row["host_argument_bytes"] == bank_bytes
   assert row["device_argument_bytes"] < bank_bytes
   assert row["host_compute_ops"] == 0
   assert row["alias_bytes"] >= row["donated_bytes"]
-  assert row["bank_reads"] and row["is_bank_read_by_row"], row["bank_reads"]
-  if row["target"] != "cpu":
-    assert all(read["is_async"] for read in row["bank_reads"])
 
 
-def test_experts_and_attention_hide_every_prefetch(rows):
-  assert rows["base", "decode"]["prefetch_overlap"] is None
-  if rows["base", "decode"]["target"] != "cpu":  # where copies are not asynchronous
-    assert rows["prefetch", "decode"]["prefetch_overlap"]
+def test_experts_and_attention_hide_every_prefetch(device_rows):
+  """On a GPU, that has two slices on the way at most, the second of two experts is copied when the
+  experts have run."""
+  assert device_rows["base", "decode"]["prefetch_overlap"] is None
+  assert device_rows["prefetch", "decode"]["prefetch_overlap"]
+  scanned = device_rows["scanned", "decode"]
+  if scanned["target"] == "h200":
+    hidden_by = scanned["prefetch_hidden_by"]
+    assert hidden_by.keys() == {"attention", "experts"}
+    assert hidden_by["attention"] == hidden_by["experts"]
+  else:
+    assert scanned["prefetch_overlap"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200", "v5p"])
+def test_other_prefetches_are_hidden(target):
+  """One expert in a scan, two in an unrolled loop."""
+  rows = _rows(target, [(_SLOW, variant, "decode") for variant in _SLOW])
+  assert rows["scanned, one", "decode"]["prefetch_overlap"]
+  assert "nothing" not in rows["two", "decode"]["prefetch_hidden_by"]
+  assert all(row["is_temp_within_bound"] for row in rows.values())
+
+
+@pytest.mark.parametrize("variant", _STAGED)
+def test_experts_and_attention_hide_every_staged_layer(device_rows, variant):
+  """Temp is two layers and what one expert and the activations need."""
+  row = device_rows[variant, "staged_64"]
+  _check_state_is_in_place(row, _STAGED[variant]["layers"])
+  assert row["is_bank_read_by_row"]
+  assert {read["rows"] for read in row["bank_reads"]} == {_EXPERTS}
+  assert row["staging_overlap"]
+  if (row["target"], variant) != ("v5p", "staged, scanned"):  # it tells an array more than it plans
+    assert row["is_temp_within_bound"], (row["temp_bytes"], row["temp_bound"])
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)

@@ -39,6 +39,7 @@ def test_slices_that_move_more_than_the_misses_are_told_apart(compiled, name, ro
   assert reads
   for read in reads:
     assert (read.opcode, read.rows, read.loops) == ("dynamic-slice", rows, loops)
+    assert read.is_several_rows == (rows > 1)
     assert not read.is_one_row_in_counted_loop
 
 
@@ -60,6 +61,9 @@ def test_prefetch_overlap(compiled):
   CPU, which just copies."""
   module, reads = _reads(compiled, "prefetch")
   assert br.prefetch_overlap(module, reads) is (compiled.target != "cpu")
+  hidden_by = "nothing" if compiled.target == "cpu" else br.HIDDEN
+  assert br.prefetch_hidden_by(module, reads) == {hidden_by: 1}
+  assert br.staging_overlap(module, reads) is None
   module, reads = _reads(compiled, "late_prefetch")
   assert br.prefetch_overlap(module, reads) is False
 

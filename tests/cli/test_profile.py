@@ -38,6 +38,7 @@ def test_a_workload_becomes_profiles(checkpoint, tmp_path, capsys):
   prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
   argv = ["profile", DEMO, f"--prompts={prompts}", f"--output={output}", f"--trace={trace}"]
   argv += [f"--config.model.checkpoint={checkpoint}", "--config.residency.slots_per_layer=4"]
+  argv += ["--config.residency.prefetch.max_experts=0", "--config.residency.staging.enabled=False"]
   assert main.main([*argv, "--scores", f"--json={tmp_path / 'profile.json'}"]) == 1
   out, err = capsys.readouterr()
   assert "line 4: the prompt's" in err.splitlines()[-1]

@@ -48,21 +48,18 @@ class Compressor(nnx.Module):
     """Returns what a token brings to its windows: contents, then gates; for x [B, T, D]."""
     return jnp.concatenate([self.kv_proj(x), self.gate_proj(x)], axis=-1)
 
-  def entries(
-    self, rows: jax.Array, start: jax.Array, num_held: int
-  ) -> tuple[jax.Array, jax.Array]:
+  def entries(self, rows: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the entries of the window that a step's first token lies in and of those behind.
 
     Args:
-      rows: [B, num_held + T, R or more], of the num_held tokens before the step, then of its own.
+      rows: [B, spec.held_tokens + T, R or more], of the tokens before the step, then of its own.
       start: int32 [B], position of the step's first token.
-      num_held: at least spec.held_tokens.
 
     Returns:
       Entries [B, windows, R], and their numbers, int32 [B, windows]. Those of windows that are
       still open mean nothing.
     """
-    ratio, overlaps = self.spec.ratio, self.spec.overlaps
+    ratio, overlaps, num_held = self.spec.ratio, self.spec.overlaps, self.spec.held_tokens
     num_windows = -(-(rows.shape[1] - num_held) // ratio)
     number = start[:, None] // ratio + jnp.arange(num_windows, dtype=jnp.int32)[None]
     before = ratio if overlaps else 0
@@ -98,15 +95,14 @@ class Compressor(nnx.Module):
     tokens, ratio = cache.tokens, self.spec.ratio
     rows, cache = cache.slide(f"{name}_tokens", pad_rows(self.rows(x)))
     start = tokens.positions[:, 0]
-    entries, number = self.entries(rows, start, rows.shape[1] - x.shape[1])
+    entries, number = self.entries(rows, start)
     is_closed = number < ((start + tokens.valid.sum(1, dtype=jnp.int32)) // ratio)[:, None]
     return cache.write(name, pad_rows(entries), number, is_closed)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns the entries [B, windows, R] of whole sequences x [B, T, D], the last one's open."""
-    num_held = self.spec.held_tokens
-    rows = jnp.pad(self.rows(x), ((0, 0), (num_held, 0), (0, 0)))
-    return self.entries(rows, jnp.zeros(len(x), jnp.int32), num_held)[0]
+    rows = jnp.pad(self.rows(x), ((0, 0), (self.spec.held_tokens, 0), (0, 0)))
+    return self.entries(rows, jnp.zeros(len(x), jnp.int32))[0]
 
 
 class EntryIndexer(IndexQueries):

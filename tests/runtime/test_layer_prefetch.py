@@ -79,8 +79,8 @@ def test_single_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("step", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("step", [1, 2, 4])
 @pytest.mark.parametrize("loop", ["unrolled", "scanned"])
 def test_every_ring(loop, step, size):
   for streamed in range(size + 1):

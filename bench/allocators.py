@@ -3,9 +3,10 @@
     python -m bench.allocators --trace=a.npz,b.npz --json=/tmp/allocators.json
 
 For each trace and number of slots K (of N experts: N/8, N/4, 3N/8, N/2, where K exceeds the
-fan-out) the first half of the decoded tokens gives the curves. `hit_rate` is that of the other half
-with each allocation, `hit_rate_on_curve` what the curves promised for the first. Cold start, LRU or
-RHAC with its defaults, the protected rule; all layers weigh alike.
+fan-out) one half of the decoded tokens gives the curves: every other sequence where there are at
+least 16, else the first half of the tokens. `hit_rate` is that of the other half with each
+allocation, `hit_rate_on_curve` what the curves promised for the first. Cold start, LRU or RHAC with
+its defaults, the protected rule; all layers weigh alike.
 """
 
 import pathlib
@@ -23,12 +24,15 @@ from moecore_jax.residency import allocator
 from moecore_jax.traces import Phase, Trace, load_any, replay
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2)
+_MANY_SEQUENCES = 16
 
 
 def measure(trace: Trace, uniform: int, policy: str) -> dict[str, Any]:
-  """Allocates by the first half of a trace and replays the second; returns the row."""
-  half = trace.num_tokens // 2
-  is_first = np.arange(trace.num_tokens) < half
+  """Allocates by one half of a trace and replays the other; returns the row."""
+  index = np.arange(trace.num_tokens)
+  is_first = index < trace.num_tokens // 2
+  if len(trace.sequence_offsets) > _MANY_SEQUENCES:
+    is_first = np.searchsorted(trace.sequence_offsets, index, side="right") % 2 == 0
   first, second = trace.select(is_first), trace.select(~is_first)
   step = allocator.default_step(uniform)
   expert_bytes = np.maximum(trace.expert_bytes, 1)

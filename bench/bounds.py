@@ -59,10 +59,11 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
   experts = [expert_bytes(group, engine.expert_format) for group in model.expert_groups]
   layers = [n * group.num_experts for n, group in zip(experts, model.expert_groups, strict=True)]
   costs = plan.activation_costs(model, engine)
+  is_staged = kind == "staged"
   return TempBound(
-    num_experts=1 if kind == "staged" else plan.TEMPORARY_EXPERTS,
+    num_experts=1 if is_staged else plan.TEMPORARY_EXPERTS,
     expert_bytes=max(experts, default=0),
-    num_layers=2 if kind == "staged" else 0,
+    num_layers=2 if is_staged else 0,
     layer_bytes=max(layers, default=0),
     dense_matrix_bytes=plan.dense_costs(model, engine).largest_bytes,
     activation_bytes=tokens * costs.token_bytes

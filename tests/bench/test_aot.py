@@ -179,7 +179,7 @@ def test_other_prefetches_are_hidden(target):
 
 @pytest.mark.parametrize("variant", _STAGED)
 def test_experts_and_attention_hide_every_staged_layer(device_rows, variant):
-  """Temp is two layers and what one expert and the activations need."""
+  """Temp is two layers and what one expert, a dense matrix and the activations need."""
   row = device_rows[variant, "staged_64"]
   _check_state_is_in_place(row, _STAGED[variant]["layers"])
   assert row["is_bank_read_by_row"]

@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     "convert", ABOUT, argv, _define, use_config=False, required=("input", "output")
   )
   result = convert.convert(
-    values.input, values.output, expert_format=values.expert_format, dtype=values.dtype
+    values.input, values.output, expert_format=values.quantization, dtype=values.dtype
   )
   if values.json:
     write_atomic(Path(values.json), json.dumps(result, indent=1) + "\n")
@@ -45,10 +45,10 @@ def _define(values: flags.FlagValues) -> None:
   flags.DEFINE_string("input", None, "folder of the published checkpoint", flag_values=values)
   flags.DEFINE_string("output", None, "folder to create", flag_values=values)
   flags.DEFINE_enum(
-    "expert_format",
+    "quantization",
     "",
     ["", *convert.EXPERT_FORMATS],
-    "storage of routed experts; empty: as published",
+    "storage of routed experts; empty: float32 or bfloat16, as published",
     flag_values=values,
   )
   flags.DEFINE_enum(

@@ -286,7 +286,7 @@ def test_killed_at_any_moment_and_run_again(tmp_path):
     (["--input={source}"], "--output=OUTPUT is missing"),
     (["--input={new}", "--output={new}2"], "the checkpoint folder does not exist"),
     (["--input={source}", "--output={source}"], "the output exists"),
-    (["--input={source}", "--output={new}", "--expert_format=int3"], "expert_format"),
+    (["--input={source}", "--output={new}", "--quantization=int3"], "quantization"),
     (["--input={source}", "--output={new}", "--dtype=int8"], "dtype"),
     (["--input={source}", "--output={new}/deep/er"], "its folder does not exist"),
     (["--input={source}", "--output={new}", "--json=/nowhere/x.json"], "/nowhere/x.json"),
@@ -304,7 +304,7 @@ def test_the_verb_refuses_wrong_input(source, tmp_path, capsys, arguments, words
 
 
 def test_the_verb(source, tmp_path, capsys):
-  arguments = [f"--input={source}", f"--output={tmp_path / 'out'}", "--expert_format=bfloat16"]
+  arguments = [f"--input={source}", f"--output={tmp_path / 'out'}", "--quantization=bfloat16"]
   assert main.main(["convert", *arguments, f"--json={tmp_path / 'result.json'}"]) == 0
   assert str(tmp_path / "out") in capsys.readouterr().out
   assert json.loads((tmp_path / "result.json").read_text())["expert_format"] == "bfloat16"

@@ -12,6 +12,8 @@ from moecore_jax.models.attention.cache import LayerCache, Tokens, cache_shapes
 from moecore_jax.models.attention.compressed import CompressedAttention
 from moecore_jax.specs import CompressedSpec, CompressionSpec, IndexerSpec, RopeSpec
 
+pytestmark = pytest.mark.cover
+
 DIM, ROWS, LENGTH, CHUNK, BLOCK = 12, 2, 59, 13, 4
 ROPE = RopeSpec(4, is_trailing=True)
 KINDS = {

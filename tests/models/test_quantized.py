@@ -10,6 +10,8 @@ from moecore_jax.specs import EngineSpec, ResidencySpec
 from moecore_jax.testing import tiny
 from tests.runtime.test_exactness import assert_same
 
+pytestmark = pytest.mark.cover
+
 SPEC = tiny.tiny_spec(num_moe_layers=2, num_dense_layers=1, num_experts=8)
 ENGINE = EngineSpec(
   batch_size=2,

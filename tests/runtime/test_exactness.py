@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec
 from moecore_jax.testing import tiny
 
+pytestmark = pytest.mark.cover
+
 STEPS = 6
 LENGTHS = {1: (11,), 4: (3, 19, 1, 8)}  # ragged; 19 takes two chunks
 POLICIES = ("rhac", "lru", "lfu", "fifo", "random", "static")

@@ -11,6 +11,8 @@ from moecore_jax.specs import DeviceSpec, EngineSpec, LayerPrefetchSpec, Residen
 from moecore_jax.testing import tiny
 from tests.runtime.test_exactness import assert_same
 
+pytestmark = pytest.mark.cover
+
 STEPS = 4
 N = 8
 LENGTHS = (3, 19)  # 19 takes two chunks

@@ -11,6 +11,8 @@ from moecore_jax.runtime.decode import jit_decode_step
 from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec
 from moecore_jax.testing import tiny
 
+pytestmark = pytest.mark.cover
+
 SPEC = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=3)
 ENGINE = EngineSpec(
   batch_size=2, context_tokens=64, prefill_buckets=(16,), kv_block_tokens=16, layer_loop="scanned"

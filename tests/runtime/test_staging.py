@@ -11,6 +11,8 @@ from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSp
 from moecore_jax.testing import tiny
 from tests.runtime.test_exactness import assert_same
 
+pytestmark = pytest.mark.cover
+
 STEPS = 4
 N, K = 16, 3
 ENGINE = EngineSpec(

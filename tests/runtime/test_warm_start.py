@@ -19,6 +19,8 @@ from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSp
 from moecore_jax.testing import tiny
 from moecore_jax.traces import EventKind, TraceRecorder
 
+pytestmark = pytest.mark.cover
+
 N, K, LAYERS = 16, 6, 2
 SPEC = tiny.tiny_spec(num_dense_layers=0, num_experts=N, num_experts_per_tok=2)
 ENGINE = EngineSpec(

@@ -10,6 +10,8 @@ from moecore_jax.testing import routing, tiny
 from moecore_jax.traces import TraceRecorder, replay_counters
 from moecore_jax.traces.engine_replay import NAMES
 
+pytestmark = pytest.mark.cover
+
 SPEC = tiny.tiny_spec(num_dense_layers=0)
 ENGINE = EngineSpec(
   batch_size=2, context_tokens=64, prefill_buckets=(8,), kv_block_tokens=16, layer_loop="scanned"

@@ -11,6 +11,8 @@ from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSp
 from moecore_jax.testing import tiny
 from moecore_jax.traces import EventKind, Phase, TraceRecorder, load, save
 
+pytestmark = pytest.mark.cover
+
 SPEC = tiny.tiny_spec(num_dense_layers=0, num_experts=8, num_experts_per_tok=2)
 ENGINE = EngineSpec(
   batch_size=2, context_tokens=64, prefill_buckets=(8,), kv_block_tokens=16, layer_loop="scanned"

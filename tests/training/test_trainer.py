@@ -22,6 +22,8 @@ from moecore_jax.training import export, heldout, objective, trainer
 from moecore_jax.training.batches import READ_WEIGHT, make_batch
 from moecore_jax.training.tokenizer import EOS_ID, PAD_ID
 
+pytestmark = pytest.mark.cover
+
 PUBLISHED = {
   "model_type": "deepseek_v3",
   "vocab_size": 1024,

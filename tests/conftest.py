@@ -27,3 +27,12 @@ def _few_programs():
   if mappings.exists() and mappings.read_bytes().count(b"\n") > _MAX_MAPPINGS:
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Compiles in half the time, for modules that compile much and compute little; not for those that
+  look at what the compiler made."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)

@@ -13,6 +13,8 @@ from moecore_jax.residency import profiles
 from moecore_jax.testing import random_checkpoint
 from moecore_jax.training import corpus, workloads
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 DEMO = "--config=configs/demo.py"
 PROMPTS = [
   {"prompt": "tom has apples", "domain": "math", "max_new_tokens": 4},

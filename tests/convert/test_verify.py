@@ -10,6 +10,8 @@ import pytest
 from checkpoints_convert import verify
 from checkpoints_convert.convert import convert
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FOLDER = pathlib.Path(__file__).parents[1] / "oracles" / "deepseek_v3"
 ORACLE = FOLDER / "oracle.npz"
 NAMES = {

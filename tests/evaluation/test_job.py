@@ -16,6 +16,8 @@ import moecore_jax as moecore
 from moecore_jax.evaluation import job, tasks
 from moecore_jax.evaluation.results import ResultLog
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NUM_ITEMS = 3
 TASKS = ("math", "agent")
 SYSTEMS = ("moecore", "lod")

@@ -15,6 +15,8 @@ from checkpoints_convert.convert import convert
 from moecore_jax import checkpoint
 from moecore_jax.checkpoint.published import read_spec
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
 FOLDERS = sorted(path.name for path in ORACLES.iterdir())
 ATOL = 1e-4

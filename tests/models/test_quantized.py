@@ -10,7 +10,7 @@ from moecore_jax.specs import EngineSpec, ResidencySpec
 from moecore_jax.testing import tiny
 from tests.runtime.test_exactness import assert_same
 
-pytestmark = pytest.mark.cover
+pytestmark = [pytest.mark.cover, pytest.mark.usefixtures("quick_compilation")]
 
 SPEC = tiny.tiny_spec(num_moe_layers=2, num_dense_layers=1, num_experts=8)
 ENGINE = EngineSpec(

@@ -10,7 +10,7 @@ from moecore_jax.testing import routing, tiny
 from moecore_jax.traces import TraceRecorder, replay_counters
 from moecore_jax.traces.engine_replay import NAMES
 
-pytestmark = pytest.mark.cover
+pytestmark = [pytest.mark.cover, pytest.mark.usefixtures("quick_compilation")]
 
 SPEC = tiny.tiny_spec(num_dense_layers=0)
 ENGINE = EngineSpec(

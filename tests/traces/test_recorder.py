@@ -11,7 +11,7 @@ from moecore_jax.specs import EngineSpec, PrefetchSpec, ResidencySpec, StagingSp
 from moecore_jax.testing import tiny
 from moecore_jax.traces import EventKind, Phase, TraceRecorder, load, save
 
-pytestmark = pytest.mark.cover
+pytestmark = [pytest.mark.cover, pytest.mark.usefixtures("quick_compilation")]
 
 SPEC = tiny.tiny_spec(num_dense_layers=0, num_experts=8, num_experts_per_tok=2)
 ENGINE = EngineSpec(

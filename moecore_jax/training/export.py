@@ -54,7 +54,11 @@ def published_tensors(
   keymap = families.key_map(spec)
   out = {key: np.full(shape, np.nan, np.float32) for key, shape in keymap.shapes.items()}
   for rule in keymap.dense:
-    _invert(out, rule.sources, rule.make, (np.asarray(dense[rule.target][...]),))
+
+    def make(*parts: np.ndarray, rule=rule) -> np.ndarray:
+      return np.concatenate([rule.make(part) for part in parts], rule.axis)
+
+    _invert(out, rule.sources, make, (np.asarray(dense[rule.target][...]),))
   host = {path: np.asarray(v[...]) for path, v in banks.items()}
   for rule in keymap.experts:
     rows = tuple(host[rule.bank, rule.group, name][rule.row] for name in ("gate_up", "down"))

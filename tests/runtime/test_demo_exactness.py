@@ -49,6 +49,7 @@ def test_policies_and_slots(policy, batch):
   assert_same(run(policy, slots, batch, "scanned"), run("static", NUM_EXPERTS, batch, "scanned"))
 
 
+@pytest.mark.slow
 def test_unrolled():
   assert_same(run("rhac", 8, 4, "unrolled"), run("static", NUM_EXPERTS, 4, "unrolled"))
 

@@ -1,7 +1,10 @@
 """Mixtral-8x7B in shapes alone: its memory plan.
 
     moecore plan --config=configs/mixtral_8x7b.py
-@@PLAN@@
+
+4 of 8 slots in each layer and 32768 tokens of context on a device of 24 GB need 22.36 GB of 22.80
+GB: dense weights 3.21, KV cache 4.29, expert slots 11.38, layer buffers 1.41. The bank has 22.58 GB
+of host memory.
 """
 
 from moecore_jax.config import (

@@ -1,7 +1,10 @@
 """OLMoE-1B-7B in shapes alone: its memory plan.
 
     moecore plan --config=configs/olmoe.py
-@@PLAN@@
+
+16 of 64 slots in each layer and 4096 tokens of context on a device of 8 GB need 7.02 GB of 7.60 GB:
+dense weights 0.96, KV cache 0.54, expert slots 3.23, layer buffers 1.61. The bank has 12.88 GB of
+host memory.
 """
 
 from moecore_jax.config import (

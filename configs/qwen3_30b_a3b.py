@@ -1,7 +1,10 @@
 """Qwen3-30B-A3B in shapes alone: its memory plan.
 
     moecore plan --config=configs/qwen3_30b_a3b.py
-@@PLAN@@
+
+48 of 128 slots in each layer and 32768 tokens of context on a device of 16 GB need 13.33 GB of
+15.20 GB: dense weights 3.11, KV cache 3.22, expert slots 5.47, layer buffers 0.61. The bank has
+14.58 GB of host memory.
 """
 
 from moecore_jax.config import (

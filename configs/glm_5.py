@@ -2,9 +2,9 @@
 
     moecore plan --config=configs/glm_5.py
 
-28 slots in each layer and 32768 tokens of context, the longest that fits need 79.74 GB of 79.80 GB:
-dense weights in int8 22.55, KV cache 3.93, expert slots 39.74, layer buffers 9.68. The bank has
-368.02 GB of host memory.
+28 of 256 slots in each layer and 32768 tokens of context, the longest that fits, need 79.74 GB of
+79.80 GB: dense weights in int8 22.55, KV cache 3.93, expert slots 39.74, layer buffers 9.68. The
+bank has 368.02 GB of host memory.
 """
 
 from moecore_jax.config import (

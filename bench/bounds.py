@@ -58,7 +58,7 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
   tokens, head_tokens = (int(length), 1) if length else (engine.batch_size,) * 2
   experts = [expert_bytes(group, engine.expert_format) for group in model.expert_groups]
   layers = [n * group.num_experts for n, group in zip(experts, model.expert_groups, strict=True)]
-  costs = plan.activation_costs(model, engine)
+  costs, block = plan.activation_costs(model, engine), engine.prefill_block_tokens
   is_staged = kind == "staged"
   return TempBound(
     num_experts=1 if is_staged else plan.TEMPORARY_EXPERTS,
@@ -66,7 +66,8 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
     num_layers=2 if is_staged else 0,
     layer_bytes=max(layers, default=0),
     dense_matrix_bytes=plan.dense_costs(model, engine).largest_bytes,
-    activation_bytes=tokens * costs.token_bytes
+    activation_bytes=min(tokens, block) * costs.token_bytes
+    + (tokens > block) * tokens * costs.stream_bytes
     + engine.batch_size * costs.row_bytes
     + head_tokens * costs.head_bytes,
   )

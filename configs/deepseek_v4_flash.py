@@ -4,7 +4,7 @@ its programs need on a device.
     moecore plan --config=configs/deepseek_v4_flash.py
     python -m bench.aot --config=configs/deepseek_v4_flash.py --target=h200 --json=/tmp/v4.json
 
-84 of 256 slots in each layer and 376832 tokens of context need 73.89 GB of 79.80 GB: dense weights
+84 of 256 slots in each layer and 376832 tokens of context need 75.62 GB of 79.80 GB: dense weights
 14.78, KV cache 2.60, expert slots 45.58, layer buffers 6.46. The bank has 142.10 GB of host memory.
 
 Presets: none (84 GB, 84 slots in every layer), `nonuniform` (78, 84 or 120 slots, the same 3612 in
@@ -85,7 +85,7 @@ def get_config(preset: str = "") -> RunConfig:
     engine=EngineConfig(
       batch_size=1,
       context_tokens=376832,
-      prefill_buckets=(4096,),
+      prefill_buckets=(4096, 32768),
       kv_block_tokens=512,
       dtype="bfloat16",
       expert_format="w4a8",

@@ -2,9 +2,9 @@
 
     moecore plan --config=configs/glm_5.py
 
-28 of 256 slots in each layer and 32768 tokens of context, the longest that fits, need 79.74 GB of
-79.80 GB: dense weights in int8 22.55, KV cache 3.93, expert slots 39.74, layer buffers 9.68. The
-bank has 368.02 GB of host memory.
+28 of 256 slots in each layer and 37376 tokens of context, the longest that fits, need 79.75 GB of
+79.80 GB: dense weights in int8 22.55, KV cache 4.48, expert slots 39.74, layer buffers 9.68. The
+bank has 368.02 GB of host memory. With prefill_buckets=(4096,) alone the longest is 53248.
 """
 
 from moecore_jax.config import (
@@ -61,8 +61,9 @@ def get_config() -> RunConfig:
     ),
     engine=EngineConfig(
       batch_size=1,
-      context_tokens=32768,
-      prefill_buckets=(4096,),
+      context_tokens=37376,
+      prefill_buckets=(4096, 32768),
+      prefill_block_tokens=1024,
       kv_block_tokens=512,
       dtype="bfloat16",
       expert_format="w4a8",

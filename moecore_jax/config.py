@@ -190,6 +190,7 @@ class EngineConfig:
       kv_block_tokens, at most the model's context.
     prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut
       in chunks of the last.
+    prefill_block_tokens: tokens that a layer takes at a time, >= 2; a longer bucket is a multiple.
     kv_block_tokens: tokens of one block of the attention loop, >= 1.
     dtype: activations and dense weights, float32 or bfloat16.
     expert_format: storage of routed experts: float32, bfloat16, or w4a8 (int4 weights by output
@@ -203,6 +204,7 @@ class EngineConfig:
   batch_size: int = 1
   context_tokens: int = 512
   prefill_buckets: tuple[int, ...] = (64,)
+  prefill_block_tokens: int = 2048
   kv_block_tokens: int = 128
   dtype: str = "float32"
   expert_format: str = "float32"
@@ -357,6 +359,12 @@ class RunConfig:
     if buckets[-1] > eng.context_tokens:
       expected = f"lengths up to engine.context_tokens = {eng.context_tokens}"
       raise _fault("engine.prefill_buckets", buckets, expected, "drop the longer ones")
+    tokens = eng.prefill_block_tokens
+    _at_least("engine.prefill_block_tokens", tokens, 2)
+    for uneven in (n for n in buckets if n > tokens and n % tokens):
+      expected = f"multiples of engine.prefill_block_tokens = {tokens} beyond it"
+      fix = f"use {-(-uneven // tokens) * tokens} for {uneven}"
+      raise _fault("engine.prefill_buckets", buckets, expected, fix)
     _one_of("engine.dtype", eng.dtype, ("float32", "bfloat16"))
     _one_of("engine.expert_format", eng.expert_format, EXPERT_FORMATS)
     if eng.dtype == "bfloat16" and eng.expert_format == "float32":

@@ -56,7 +56,8 @@ class Demand:
     table_bytes: tables and counters, without the slots' entries.
     table_row_bytes: of those, what each batch row adds.
     temporary_bytes: what a program may copy besides activations.
-    activation_token_bytes: activations of one token.
+    activation_token_bytes: activations of one token in a layer.
+    stream_token_bytes: what a token of a long piece keeps between layers, which take it in blocks.
     activation_row_bytes: the KV block that is read for a batch row.
     head_token_bytes: activations of the head for one token.
     max_context_tokens: the model's context.
@@ -71,6 +72,7 @@ class Demand:
   table_row_bytes: int = 0
   temporary_bytes: int = 0
   activation_token_bytes: int = 0
+  stream_token_bytes: int = 0
   activation_row_bytes: int = 0
   head_token_bytes: int = 0
   max_context_tokens: int = 1 << 30
@@ -95,6 +97,7 @@ class Settings:
     context_tokens: capacity of a batch row.
     batch_size: rows decoded together.
     chunk_tokens: the longest piece of a prompt that one program takes.
+    block_tokens: tokens of it that a layer takes at a time.
     in_flight_rows: rows of each expert group for prefetched experts.
     use_staging: prefill streams whole layers through two buffers.
     ring_layers: layer buffers of layer prefetch; 0: it is off.
@@ -104,6 +107,7 @@ class Settings:
   context_tokens: int
   batch_size: int = 1
   chunk_tokens: int = 1
+  block_tokens: int = 1 << 30
   in_flight_rows: int = 0
   use_staging: bool = False
   ring_layers: int = 0
@@ -111,7 +115,7 @@ class Settings:
 
 def regions(demand: Demand, settings: Settings) -> dict[str, int]:
   """Returns the bytes of each region of the device."""
-  rows, tokens = settings.batch_size, settings.chunk_tokens
+  rows, chunk, block = settings.batch_size, settings.chunk_tokens, settings.block_tokens
   buffers = max(settings.ring_layers, 2 * settings.use_staging)
   slot_bytes = table_bytes = layer_bytes = 0
   for pool in demand.pools:
@@ -121,6 +125,7 @@ def regions(demand: Demand, settings: Settings) -> dict[str, int]:
     if min(slots) < pool.num_experts:
       layer_bytes = max(layer_bytes, pool.num_experts * pool.expert_bytes)
   token, head = demand.activation_token_bytes, demand.head_token_bytes
+  prefill = min(chunk, block) * token + (chunk > block) * chunk * demand.stream_token_bytes + head
   return {
     "dense_weights": demand.dense_bytes,
     "kv_cache": rows * (settings.context_tokens * demand.kv_token_bytes + demand.kv_row_bytes),
@@ -129,8 +134,7 @@ def regions(demand: Demand, settings: Settings) -> dict[str, int]:
     "layer_buffers": buffers * layer_bytes,
     "tables": demand.table_bytes + rows * demand.table_row_bytes + table_bytes,
     "temporaries": demand.temporary_bytes,
-    "activations": max(rows * (token + head), tokens * token + head)
-    + rows * demand.activation_row_bytes,
+    "activations": max(rows * (token + head), prefill) + rows * demand.activation_row_bytes,
   }
 
 

@@ -576,6 +576,7 @@ class EngineSpec:
       kv_block_tokens.
     prefill_buckets: chunk lengths that prefill is compiled for, ascending; a longer prompt is cut
       in chunks of the last.
+    prefill_block_tokens: tokens that a layer takes at a time; a longer bucket is a multiple.
     kv_block_tokens: tokens of one block of the attention loop.
     dtype: activations and dense weights, float32 or bfloat16.
     expert_format: storage of routed experts.
@@ -588,6 +589,7 @@ class EngineSpec:
   batch_size: int = 1
   context_tokens: int = 512
   prefill_buckets: tuple[int, ...] = (64,)
+  prefill_block_tokens: int = 2048
   kv_block_tokens: int = 128
   dtype: Literal["float32", "bfloat16"] = "float32"
   expert_format: ExpertFormat = "float32"

@@ -41,7 +41,7 @@ def test_demo_presets_freeze(preset, policy, slots, systems):
   assert (residency.prefetch.max_experts, residency.staging.enabled) == (is_moecore, is_moecore)
   assert bool(config.residency.profiles) == is_moecore
   assert config.eval.systems == systems
-  assert engine == specs.EngineSpec(2, 256, (64,), 128, layer_loop="scanned")
+  assert engine == specs.EngineSpec(2, 256, (64,), kv_block_tokens=128, layer_loop="scanned")
   assert device == specs.DeviceSpec()
   assert hash((residency, engine, device)) == hash(config.freeze(_model_spec()))
 
@@ -99,6 +99,11 @@ def test_names_may_be_listed_with_commas(text):
     (DEMO, ("engine.context_tokens=200",), ("engine.context_tokens", "128", "256")),
     (DEMO, ("engine.prefill_buckets=(64,32)",), ("engine.prefill_buckets", "ascending")),
     (DEMO, ("engine.prefill_buckets=(64,512)",), ("engine.prefill_buckets", "256")),
+    (
+      DEMO,
+      ("engine.prefill_buckets=(64,100)", "engine.prefill_block_tokens=64"),
+      ("use 128 for 100",),
+    ),
     (DEMO, ("engine.dtype=float16",), ("engine.dtype", "float16", "bfloat16")),
     (DEMO, ("engine.expert_format=int3",), ("engine.expert_format", "int3")),
     (DEMO, ("engine.dtype=bfloat16",), ("engine.expert_format", "float32", "set both")),

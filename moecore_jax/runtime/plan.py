@@ -113,6 +113,7 @@ def make_plan(
     temporary_bytes=dense.largest_bytes
     + TEMPORARY_EXPERTS * max((expert_bytes(g, fmt) for g in model.expert_groups), default=0),
     activation_token_bytes=activations.token_bytes,
+    stream_token_bytes=activations.stream_bytes,
     activation_row_bytes=activations.row_bytes,
     head_token_bytes=activations.head_bytes,
     max_context_tokens=model.max_context_tokens,
@@ -129,6 +130,7 @@ def make_plan(
     context_tokens=engine.context_tokens,
     batch_size=engine.batch_size,
     chunk_tokens=engine.prefill_buckets[-1],
+    block_tokens=engine.prefill_block_tokens,
     in_flight_rows=max(in_flight, default=0),
     use_staging=residency.staging.enabled and bool(staging_thresholds(program, residency)),
     ring_layers=min(num_streamed, residency.layer_prefetch.prefetch_step),
@@ -189,9 +191,12 @@ def cache_costs(model: ModelSpec, engine: EngineSpec) -> tuple[int, int]:
 
 
 class ActivationCosts(NamedTuple):
-  """Bytes of activations for a token, for a batch row, and for a token whose logits are taken."""
+  """Bytes of activations for a token in a layer, for a token between layers that take long pieces
+  in blocks, for a batch row, and for a token whose logits are taken.
+  """
 
   token_bytes: int
+  stream_bytes: int
   row_bytes: int
   head_bytes: int
 
@@ -201,13 +206,18 @@ def activation_costs(model: ModelSpec, engine: EngineSpec) -> ActivationCosts:
 
   A token takes 8 n D + H (R + block) + 8 N numbers in float32 (streams, running mean and scores of
   attention, routing) and, in the engine's dtype, H (R + block) + 2 A D + 4 F (queries, shares,
-  expert outputs, the hidden of an expert, of the shared one or of a dense block). A batch row takes
-  the KV block that is read, block R in float32; the head takes 4 V in float32. R is the padded
-  cached row, n the number of streams.
+  expert outputs, the hidden of an expert, of the shared one or of a dense block). Between layers it
+  takes 3 n D + 2 D in that dtype and 4 N in float32 (streams, expert inputs, routing). A batch row
+  takes the KV block that is read, block R in float32; the head takes 4 V in float32. R is the
+  padded cached row, n the number of streams.
   """
   row_dims = [_row_dim(layer) for layer in model.layers]
+  num_streams = model.hyper.num_streams if model.hyper else 1
+  most_experts = max((group.num_experts for group in model.expert_groups), default=0)
+  itemsize = jnp.dtype(engine.dtype).itemsize
   return ActivationCosts(
     max(_layer_token_bytes(layer, model, engine) for layer in model.layers),
+    itemsize * (3 * num_streams + 2) * model.embed_dim + _FLOAT_BYTES * 4 * most_experts,
     _FLOAT_BYTES * engine.kv_block_tokens * max(row_dims),
     _FLOAT_BYTES * 4 * model.vocab_size,
   )

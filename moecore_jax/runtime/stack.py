@@ -18,12 +18,14 @@ from jax import lax
 from moecore_jax.models.attention.cache import CacheArrays, LayerCache, Tokens
 from moecore_jax.models.attention.indexer import NO_PICK
 from moecore_jax.models.experts import ExpertArrays
+from moecore_jax.models.hyper import Mix
+from moecore_jax.models.router import Routing
 from moecore_jax.residency import prefetch as prefetch_lib
 from moecore_jax.runtime import ahead as ahead_lib
 from moecore_jax.runtime import routed as routed_lib
 from moecore_jax.runtime import staging
 from moecore_jax.runtime.ahead import Pools
-from moecore_jax.runtime.program import Params, Program, bind_layer
+from moecore_jax.runtime.program import Params, Program, Segment, bind_layer
 from moecore_jax.runtime.state import DECODE, NO_EXPERT, DecodeState, GroupState, stack_counts
 from moecore_jax.specs import LayerSpec, MLASpec
 
@@ -192,7 +194,12 @@ def run_layers(
   caches |= no_picks(program.model.layers, program.engine.context_tokens, tokens)
   done = (jnp.int32(0),) * (program.layer_prefetch.prefetch_step if staged else 0)
   buffer = step.stage(first.segment, jnp.int32(0), state.groups, done)
-  written, x, inputs = _approach(step, first, jnp.int32(0), x, _pick(caches, first.caches))
+
+  def approach(step: _Step, caches: Caches, nothing: Any, x: jax.Array, _: Any):
+    caches, x, inputs = _approach(step, first, jnp.int32(0), x, caches)
+    return caches, nothing, x, inputs, ()
+
+  written, _, x, inputs, _ = _in_blocks(step, approach, _pick(caches, first.caches), (), x, None)
   caches |= written
   assert first.segment is not None and inputs is not None, "the model has no MoE layer"
   # The second copy follows the first: where it may start early, XLA ends the first early, too.
@@ -337,52 +344,62 @@ def _transition(
   layer, index = step.layer(s, offset), segment.group_start + offset
   moe_index = segment.moe_start + offset
   group = flow.groups[segment.group]
+  before, counts = group.tables, stack_counts({})
   if flow.buffer is not None:
-    prepared = staging.prepare(group, index, flow.inputs, program.staging.reuses_residents)
-    if program.staging.fill != "none" and not segment.is_streamed:
-      order = staging.warm_order(program, group, index, flow.inputs)
-      group, evictions = staging.fill_slots(
-        program, segment.group, group, index, flow.buffer, order, step.is_busy
-      )
-      # The experts wait: filled later, the buffer would be in the way of the copy after next.
-      prepared = prepared._replace(
-        start=prepared.start + jnp.minimum(evictions, 0),
-        counts=prepared.counts + stack_counts({"evictions": evictions}),
-      )
-  else:
-    group, prepared = step.ops.prepare(
-      program,
-      step.phase,
-      segment.group,
-      step.banks[segment.group],
-      group,
-      index,
-      flow.inputs,
-      jax.random.fold_in(step.key, moe_index),
-    )
-  groups = _replaced(flow.groups, segment.group, group)
-  groups, ahead = _copies_ahead(step, way.segment, next_offset, flow, groups)
+    group, counts = _fill_slots(step, segment, index, flow, group)
+  filled = jnp.minimum(jnp.sum(counts), 0)
 
-  def advance(pools: Pools, caches: Caches) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
-    pool = pools[segment.group] if flow.buffer is None else flow.buffer
-    y, after = step.ops.execute(program, pool, flow.inputs, prepared)
+  def bring(
+    step: _Step, group: GroupState, inputs: routed_lib.Inputs
+  ) -> tuple[GroupState, routed_lib.Prepared]:
+    if flow.buffer is not None:
+      # The experts wait: filled later, the buffer would be in the way of the copy after next.
+      return group, staging.prepare(before, index, inputs, filled)
+    key = jax.random.fold_in(step.key, moe_index)
+    bank = step.banks[segment.group]
+    return step.ops.prepare(program, step.phase, segment.group, bank, group, index, inputs, key)
+
+  def compute(
+    step: _Step, caches: Caches, pool: ExpertArrays, x: jax.Array, inputs, prepared
+  ) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
+    pool = pool if flow.buffer is None else flow.buffer
+    y, after = step.ops.execute(program, pool, inputs, prepared)
     with jax.named_scope("shared_expert"):
-      y = layer.mlp.add_shared(y, flow.inputs.h)
-    y = y.reshape((*flow.x.shape[:2], -1))
-    x = layer.add(flow.x, y, flow.inputs.mix)
+      y = layer.mlp.add_shared(y, inputs.h)
+    x = layer.add(x, y.reshape((*x.shape[:2], -1)), inputs.mix)
     return after, _approach(step, way, next_offset, x, caches)
 
-  counts, done = prepared.counts, flow.done
-  if ahead is None:
-    _, (caches, x, inputs) = advance({segment.group: group.pool}, caches)
-  else:
-    pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
-    pools, (caches, x, inputs) = ahead_lib.advance_with_copies(
-      step.banks, ahead, advance, pools, caches
+  def run_block(step: _Step, caches: Caches, kept: Any, x: jax.Array, inputs: Any):
+    group, counts = kept
+    group, prepared = bring(step, group, inputs)
+    _, (caches, x, following) = compute(step, caches, group.pool, x, inputs, prepared)
+    return caches, (group, counts + prepared.counts), x, following, prepared.hits
+
+  ahead, done = None, flow.done
+  if _num_blocks(program, flow.x) > 1:  # copies are not worth while: nothing is ahead
+    caches, (group, counts), x, inputs, hits = _in_blocks(
+      step, run_block, caches, (group, counts), flow.x, flow.inputs
     )
-    for g, pool in pools.items():
-      groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
-    inputs = inputs._replace(prediction=ahead.prediction)
+    groups = _replaced(flow.groups, segment.group, group)
+  else:
+    group, prepared = bring(step, group, flow.inputs)
+    counts, hits = counts + prepared.counts, prepared.hits
+    groups = _replaced(flow.groups, segment.group, group)
+    groups, ahead = _copies_ahead(step, way.segment, next_offset, flow, groups)
+
+    def advance(pools: Pools, caches: Caches) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
+      return compute(step, caches, pools[segment.group], flow.x, flow.inputs, prepared)
+
+    if ahead is None:
+      _, (caches, x, inputs) = advance({segment.group: group.pool}, caches)
+    else:
+      pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
+      pools, (caches, x, inputs) = ahead_lib.advance_with_copies(
+        step.banks, ahead, advance, pools, caches
+      )
+      for g, pool in pools.items():
+        groups = _replaced(groups, g, dataclasses.replace(groups[g], pool=pool))
+      inputs = inputs._replace(prediction=ahead.prediction)
   if flow.buffer is not None and inputs is not None:
     done = (*done[1:], _once_routed(inputs))
   buffer = step.stage(way.segment, next_offset, groups, done)
@@ -397,8 +414,99 @@ def _transition(
     done,
     groups,
     counters,
-    flow.hits + prepared.hits,
+    flow.hits + hits,
   ), caches
+
+
+def _fill_slots(
+  step: _Step, segment: Segment, index: jax.Array, flow: _Flow, group: GroupState
+) -> tuple[GroupState, jax.Array]:
+  """Fills the slots of a layer that was staged, if it is asked for.
+
+  Returns:
+    The group, and int32 [len(COUNTERS)], what the staging of the layer counts.
+  """
+  program, buffer = step.program, flow.buffer
+  assert buffer is not None, "the layer is not staged"
+  streamed = staging.num_streamed(group.tables, index, program.staging.reuses_residents)
+  counts = {"staged": streamed}
+  if program.staging.fill != "none" and not segment.is_streamed:
+    order = staging.warm_order(program, group, index, flow.inputs)
+    group, evictions = staging.fill_slots(
+      program, segment.group, group, index, buffer, order, step.is_busy
+    )
+    counts["evictions"] = evictions
+  return group, stack_counts(counts)
+
+
+def _num_blocks(program: Program, x: jax.Array) -> int:
+  """Returns in how many blocks of tokens the layers take a stream [B, T, D]."""
+  return max(1, x.shape[1] // program.engine.prefill_block_tokens)
+
+
+def _in_blocks(
+  step: _Step,
+  run: Callable[..., tuple[Caches, Any, jax.Array, Any, Any]],
+  caches: Caches,
+  kept: Any,
+  x: jax.Array,
+  inputs: Any,
+) -> tuple[Caches, Any, jax.Array, Any, Any]:
+  """Runs a part of a step on one block of its tokens after another.
+
+  Args:
+    step: the step.
+    run: (step, caches, kept, x, inputs) -> (caches, kept, x, inputs of the next layer, what else
+      it says of each token), all of one block's tokens but `caches` and `kept`, which pass from
+      block to block.
+    caches: those that the part writes.
+    kept: what else passes from block to block.
+    x: stream [B, T, D].
+    inputs: of the layer that has routed, None where there is none.
+
+  Returns:
+    What `run` does, of all tokens.
+  """
+  count, length = _num_blocks(step.program, x), x.shape[1]
+  if count == 1:
+    return run(step, caches, kept, x, inputs)
+
+  def split(a: jax.Array) -> jax.Array:  # [T, ..] or, of the one batch row, [1, T, ..]
+    blocks = a.reshape((count, length // count, *a.shape[1 if a.shape[0] == length else 2 :]))
+    return blocks if a.shape[0] == length else blocks[:, None]
+
+  def join(a: jax.Array) -> jax.Array:
+    if a.shape[1] == 1:
+      return a.reshape((1, length, *a.shape[3:]))
+    return a.reshape((length, *a.shape[2:]))
+
+  def of_tokens(inputs: routed_lib.Inputs | None) -> tuple[Any, ...]:
+    return () if inputs is None else (inputs.h, inputs.routing, inputs.valid, inputs.mix)
+
+  def body(carry, block):
+    (caches, kept), (tokens, picks, x, parts) = carry, block
+    part = step._replace(tokens=step.tokens._replace(**tokens))
+    inputs = _unpredicted(*parts) if parts else None
+    caches, kept, x, inputs, others = run(part, caches | picks, kept, x, inputs)
+    picks = _pick(caches, ())
+    carry = {s: caches[s] for s in caches if s not in picks}, kept
+    return carry, (picks, x, of_tokens(inputs), others)
+
+  tokens = {name: getattr(step.tokens, name) for name in ("positions", "valid", "ids")}
+  picks = _pick(caches, ())
+  blocks = jax.tree.map(split, (tokens, picks, x, of_tokens(inputs)))
+  carry = {s: caches[s] for s in caches if s not in picks}, kept
+  (caches, kept), told = lax.scan(body, carry, blocks)
+  picks, x, parts, others = jax.tree.map(join, told)
+  return caches | picks, kept, x, _unpredicted(*parts) if parts else None, others
+
+
+def _unpredicted(
+  h: jax.Array, routing: Routing, valid: jax.Array, mix: Mix | None
+) -> routed_lib.Inputs:
+  """Returns the inputs of a layer that nothing was predicted of."""
+  nothing = prefetch_lib.no_prediction(routing.topk_ids, routing.selection_scores.shape[1])
+  return routed_lib.Inputs(h, routing, valid, nothing, mix)
 
 
 def _copies_ahead(
@@ -463,8 +571,8 @@ def _approach(
   flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)
   with jax.named_scope("router"):
     routing = layer.mlp.router(flat, step.tokens.ids.reshape(-1))
-  nothing = prefetch_lib.no_prediction(routing.topk_ids, routing.selection_scores.shape[1])
-  return caches, x, routed_lib.Inputs(flat, routing, step.tokens.valid.reshape(-1), nothing, mix)
+  valid = step.tokens.valid.reshape(-1)
+  return caches, x, _unpredicted(flat, routing, valid, mix)
 
 
 def attend(

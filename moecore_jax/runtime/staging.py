@@ -68,33 +68,46 @@ def gather_layer(
   return lax.fori_loop(0, num_experts, copy, buffer)
 
 
+def num_streamed(
+  tables: slots_lib.SlotTables, index: jax.Array, reuses_residents: bool
+) -> jax.Array:
+  """Returns int32 [], the experts that the staging of a layer copies from the bank."""
+  num_experts = jnp.int32(tables.expert_to_slot.shape[1])
+  if not reuses_residents:
+    return num_experts
+  return num_experts - jnp.sum(slots_lib.resident(tables, index), dtype=jnp.int32)
+
+
 def prepare(
-  group: GroupState, index: jax.Array, inputs: routed.Inputs, reuses_residents: bool
+  tables: slots_lib.SlotTables, index: jax.Array, inputs: routed.Inputs, after: jax.Array
 ) -> routed.Prepared:
-  """Returns what a staged layer runs: row e of its buffer is expert e."""
-  num_experts = group.tables.expert_to_slot.shape[1]
+  """Returns what tokens run of a staged layer: row e of its buffer is expert e.
+
+  Args:
+    tables: slot tables before the layer was staged, for the hits.
+    index: int32 scalar, the layer within the group.
+    inputs: the tokens and their routing.
+    after: int32 scalar, 0, known when the experts may run.
+  """
+  num_experts = tables.expert_to_slot.shape[1]
   valid = inputs.valid
   topk_ids = jnp.where(valid[:, None], inputs.routing.topk_ids, num_experts)
   member = jnp.zeros(num_experts, bool).at[topk_ids].set(True, mode="drop")
   size = min(topk_ids.size, num_experts)
   order = jnp.nonzero(member, size=size, fill_value=num_experts)[0].astype(jnp.int32)
-  resident = slots_lib.resident(group.tables, index)
+  resident = slots_lib.resident(tables, index)
   hits = jnp.sum(
     resident[jnp.minimum(topk_ids, num_experts - 1)] & valid[:, None], axis=1, dtype=jnp.int32
   )
-  streamed = jnp.int32(num_experts)
-  if reuses_residents:
-    streamed -= jnp.sum(resident, dtype=jnp.int32)
   counts = {
     "invocations": jnp.sum(valid, dtype=jnp.int32) * topk_ids.shape[1],
     "hits": jnp.sum(hits, dtype=jnp.int32),
-    "staged": streamed,
   }
   return routed.Prepared(
     topk_ids,
     order,
     order,
-    jnp.int32(0),
+    after,
     jnp.sum(member, dtype=jnp.int32),
     jnp.zeros((*topk_ids.shape, inputs.h.shape[1]), inputs.h.dtype),
     state.stack_counts(counts),

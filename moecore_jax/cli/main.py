@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:
     print(f"moecore {verb}: interrupted", file=sys.stderr)
     return 1
+  except BrokenPipeError:
+    raise
   except Exception as e:
     if is_user_fault(e):
       print(f"moecore {verb}: {describe(e)}", file=sys.stderr)
@@ -102,7 +104,13 @@ def run() -> None:
   if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moecore-jax"
     jax.config.update("jax_compilation_cache_dir", str(cache))
-  sys.exit(main(sys.argv[1:]))
+  try:
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+  except BrokenPipeError:  # the reader has gone, as in `| head`; nothing is left to flush to it
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    code = 1
+  sys.exit(code)
 
 
 if __name__ == "__main__":

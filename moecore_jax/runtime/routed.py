@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from moecore_jax.models import experts as experts_lib
 from moecore_jax.models.experts import ExpertArrays
@@ -133,7 +134,8 @@ def transient_row(program: Program, pool: ExpertArrays) -> int:
 
 def run_expert(program: Program, pool: ExpertArrays, row: jax.Array, x: jax.Array) -> jax.Array:
   """Applies the expert in pool row `row` to x [T, D]; only this one expert is unpacked."""
-  stored = read_row(pool, row)
+  # Row-major, or XLA would copy the whole pool to give it the layout of an integer product.
+  stored = with_layout_constraint(read_row(pool, row), Layout((0, 1)))
   return experts_lib.expert_mlp(
     x, stored["gate_up"], stored["down"], program.model.activation, program.engine.expert_format
   )

@@ -58,6 +58,7 @@ _VARIANTS = {
   "slots": {"slots": 12},
   "context": {"context": 65536},
   "float32": {"dtype": "float32", "expert_format": "float32"},
+  "w4a8": {"expert_format": "w4a8", "slots": 12, "bucket": 256},
 }
 _STAGED = {
   "staged": {"layers": 4, "is_staged": True},
@@ -76,6 +77,7 @@ def _config(
   prefetch=0,
   layers=_LAYERS,
   is_staged=False,
+  bucket=64,
 ):
   """A small model with experts of real size. A CPU engine holds float32: the CPU has no other
   arithmetic."""
@@ -88,7 +90,7 @@ def _config(
     ),
     engine=EngineConfig(
       context_tokens=context,
-      prefill_buckets=(64,),
+      prefill_buckets=(bucket,),
       dtype=dtype or ("float32" if target == "cpu" else "bfloat16"),
       expert_format=expert_format,
       layer_loop=layer_loop,
@@ -108,7 +110,7 @@ def _rows(target, programs):
 def rows(request) -> dict[tuple[str, str], dict]:
   """Rows by variant and program, compiled in one process for each target."""
   programs = [(_VARIANTS, variant, "decode") for variant in _VARIANTS]
-  programs += [(_VARIANTS, "base", "prefill_64")]
+  programs += [(_VARIANTS, "base", "prefill_64"), (_VARIANTS, "w4a8", "prefill_256")]
   if request.param != "cpu":
     programs += [(_STAGED, variant, "staged_64") for variant in _STAGED]
   return _rows(request.param, programs)
@@ -192,6 +194,11 @@ def test_experts_and_attention_hide_every_staged_layer(device_rows, variant):
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_temp_of_the_step_is_bounded(rows, variant):
   row = rows[variant, "decode"]
+  assert row["is_temp_within_bound"], (row["temp_bytes"], row["temp_bound"])
+
+
+def test_integer_products_do_not_change_the_layout_of_the_pool(rows):
+  row = rows["w4a8", "prefill_256"]
   assert row["is_temp_within_bound"], (row["temp_bytes"], row["temp_bound"])
 
 

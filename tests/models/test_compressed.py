@@ -59,32 +59,37 @@ def some_caches(kind, context):
   }
 
 
+@functools.cache
+def whole_of(kind):
+  """A stream, what a pass over it gives, and the entries that an indexer chooses."""
+  graphdef, params = module_of(kind)
+  x = np.random.default_rng(0).normal(size=(ROWS, LENGTH, DIM)).astype(np.float32)
+  positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
+  return x, *jax.jit(lambda x: nnx.merge(graphdef, params)(x, positions))(x)
+
+
+def prefill(kind, arrays, x, row, start, count):
+  """Returns the caches and the outputs [count, D] of the next tokens of a row."""
+  lane = np.arange(CHUNK, dtype=np.int32)
+  valid = lane < count
+  at = np.where(valid, start + lane, 0)
+  chunk = np.where(valid[:, None], x[row, np.minimum(at, LENGTH - 1)], 99)[None]
+  arrays, y = step_of(kind)(arrays, chunk, Tokens(at[None], valid[None], jnp.int32(row), at[None]))
+  return arrays, y[0, :count]
+
+
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_any_length_are_one_sequence(kind):
   """59 tokens are three blocks and more of entries, the last block cut short."""
-  graphdef, params = module_of(kind)
-  rng = np.random.default_rng(0)
-  x = rng.normal(size=(ROWS, LENGTH, DIM)).astype(np.float32)
-  positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
-  wanted = jax.jit(lambda x: nnx.merge(graphdef, params)(x, positions)[0])(x)
+  x, wanted, _ = whole_of(kind)
   step, arrays, got = step_of(kind), some_caches(kind, 60), np.full(x.shape, np.nan, np.float32)
   others = {name: np.asarray(array[0]) for name, array in arrays.items()}
-
-  def prefill(arrays, row, start, count):
-    lane = np.arange(CHUNK, dtype=np.int32)
-    valid = lane < count
-    at = np.where(valid, start + lane, 0)
-    chunk = np.where(valid[:, None], x[row, np.minimum(at, LENGTH - 1)], 99)[None]
-    tokens = Tokens(at[None], valid[None], jnp.int32(row), at[None])
-    arrays, y = step(arrays, chunk, tokens)
-    got[row, start : start + count] = y[0, :count]
-    return arrays
-
   used = np.zeros(ROWS, np.int32)
   for row, counts in enumerate([(13, 1, 2, 13, 7), (3, 4)]):
     for count in counts:
-      arrays = prefill(arrays, row, used[row], count)
+      arrays, y = prefill(kind, arrays, x, row, used[row], count)
+      got[row, used[row] :][:count] = y
       used[row] += count
   for i in range(LENGTH - used.min()):
     active = (used < LENGTH) & ((i % 3 > 0) | (np.arange(ROWS) > 0))  # row 0 pauses
@@ -97,6 +102,23 @@ def test_steps_of_any_length_are_one_sequence(kind):
   np.testing.assert_allclose(got, wanted, atol=2e-5)
   for name, array in others.items():
     np.testing.assert_array_equal(arrays[name][0], array)
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_entries_that_are_not_chosen_are_not_read():
+  x, wanted, picks = whole_of("best")
+  arrays = some_caches("best", 60)
+  for row in range(ROWS):
+    for start in range(0, LENGTH - 1, CHUNK):
+      count = min(CHUNK, LENGTH - 1 - start)
+      arrays, _ = prefill("best", arrays, x, row, start, count)
+  entries = np.full_like(arrays["entries"], np.nan)
+  for row, chosen in enumerate(np.asarray(picks[:, -1])):
+    entries[:, row, chosen] = arrays["entries"][:, row, chosen]
+  at = jnp.full((ROWS, 1), LENGTH - 1, jnp.int32)
+  tokens = Tokens(at, at > 0, jnp.int32(0), at)
+  _, y = step_of("best")(arrays | {"entries": jnp.asarray(entries)}, x[:, -1:], tokens)
+  np.testing.assert_allclose(y, wanted[:, -1:], atol=2e-5)
 
 
 def test_memory_of_a_step_does_not_follow_the_capacity():

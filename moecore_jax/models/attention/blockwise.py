@@ -132,7 +132,6 @@ def add_blocks(
   read_block: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   block_tokens: int,
   num_rows: int | None = None,
-  share: jax.Array | int = 1,
 ) -> Softmax:
   """Adds cached rows, block after block; arguments as of `blockwise_attention`, and
 
@@ -140,7 +139,6 @@ def add_blocks(
     carry: what the queries have seen.
     queries, positions, read_block, block_tokens: position -1 sees no row.
     num_rows: as in `rows_of_block`.
-    share: int32 scalar; 0 adds nothing.
   """
 
   def add_block(block, carry):
@@ -150,7 +148,7 @@ def add_blocks(
     return add_rows(carry, queries, keys, values, seen)
 
   num_blocks = jnp.max(positions) // block_tokens + 1
-  return lax.fori_loop(0, num_blocks * share, add_block, carry)
+  return lax.fori_loop(0, num_blocks, add_block, carry)
 
 
 def add_rows(

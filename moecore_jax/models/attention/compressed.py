@@ -188,9 +188,11 @@ class _Entries:
     block, count, indexer = self.block, self.num_entries, self.indexer
     if indexer is None or index_queries is None or weights is None:
       return add_blocks(carry, queries, last, self._read_block, block, count)
-    # One of two loops does something: a condition would copy the cache.
-    is_sparse = (jnp.max(last) >= indexer.topk).astype(jnp.int32)
-    carry = add_blocks(carry, queries, last, self._read_block, block, count, 1 - is_sparse)
+    # Each query by what it sees itself: what is beside it does not matter. In loops that turn as
+    # often as needed, or not at all: a condition would copy the cache.
+    is_sparse = last >= indexer.topk
+    of_all, of_best = jnp.where(is_sparse, -1, last), jnp.where(is_sparse, last, -1)
+    carry = add_blocks(carry, queries, of_all, self._read_block, block, count)
     # As many keys at a time as are kept, so that most of the sorting is of new ones.
     size = min(max(block, indexer.topk), count)
 
@@ -198,7 +200,7 @@ class _Entries:
       picks = best_keys(
         index_queries,
         weights,
-        last,
+        of_best,
         lambda i: self.cache.read("index_entries", i * size, size)[..., : indexer.head_dim],
         size,
         indexer.topk,
@@ -207,7 +209,7 @@ class _Entries:
       rows = self.cache.gather("entries", jnp.maximum(picks, 0))
       return add_picks(carry, queries, rows[..., : self.spec.head_dim], picks >= 0)
 
-    return lax.fori_loop(0, is_sparse, add_best, carry)
+    return lax.fori_loop(0, jnp.any(is_sparse).astype(jnp.int32), add_best, carry)
 
   def _read_block(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
     rows = self.cache.read("entries", i * self.block, self.block)

@@ -106,7 +106,7 @@ class MLAttention(nnx.Module):
     queries = pad_rows(self.queries(low, positions))
     indexer, context = self.spec.indexer, cache.arrays["latent"].shape[2]
 
-    def attend_to_all(*_):
+    def attend_to_all(positions):
       def read_block(i):
         rows = cache.read("latent", i * block, block)[:, :, None]
         return rows, rows
@@ -115,17 +115,32 @@ class MLAttention(nnx.Module):
       return blockwise_attention(queries[:, :, None], positions, read_block, block, width)[:, :, 0]
 
     if indexer is None or context <= indexer.topk:
-      return self.output(attend_to_all()), cache
+      return self.output(attend_to_all(positions)), cache
     if self.indexer is not None:
       cache = cache.write("index_keys", pad_rows(self.indexer.keys(x, positions)))
       cache = dataclasses.replace(cache, picks=self._pick(low, x, cache, block))
-    picks = cache.picks
+    picks, topk = cache.picks, indexer.topk
     assert picks is not None
-    # One of two loops turns once: a condition would copy the cache.
-    is_sparse = (jnp.max(positions) >= indexer.topk).astype(jnp.int32)
-    attended = lax.fori_loop(0, 1 - is_sparse, attend_to_all, jnp.zeros_like(queries))
+    # Each query by its own position: what is beside it does not matter. In loops that turn once or
+    # not at all: a condition would copy the cache.
+    is_sparse = positions >= topk
+
+    def turns(is_one: jax.Array) -> jax.Array:
+      return jnp.any(is_one & cache.tokens.valid).astype(jnp.int32)
+
     attended = lax.fori_loop(
-      0, is_sparse, lambda *_: attend_to_picks(queries, picks, cache), attended
+      0,
+      turns(~is_sparse),
+      lambda *_: attend_to_all(jnp.minimum(positions, topk - 1)),
+      jnp.zeros_like(queries),
+    )
+    attended = lax.fori_loop(
+      0,
+      turns(is_sparse),
+      lambda _, attended: jnp.where(
+        is_sparse[..., None, None], attend_to_picks(queries, picks, cache), attended
+      ),
+      attended,
     )
     return self.output(attended), cache
 
@@ -180,7 +195,8 @@ class MLAttention(nnx.Module):
     seen = None
     if self.spec.indexer is not None:
       assert picks is not None, "the first layer has an indexer of its own"
-      seen = jnp.any(picks[..., None] == jnp.arange(length, dtype=jnp.int32), axis=2)[:, None]
+      number = jnp.arange(length, dtype=jnp.int32)[None, None, None]
+      seen = jnp.any(picks[..., None] == number, axis=2)[:, None]
     attended = jax.nn.dot_product_attention(
       self.queries(low, positions), rows, rows, mask=seen, is_causal=True, scale=1.0
     )
@@ -192,17 +208,16 @@ def attend_to_picks(queries: jax.Array, picks: jax.Array, cache: LayerCache) -> 
 
   Args:
     queries: scaled queries [B, T, H, R].
-    picks: int32 [B, T, K], positions of the rows; NO_PICK for none.
+    picks: int32 [B, T, K], positions of the rows.
     cache: with the latent rows.
 
   Returns:
-    [B, T, H, R].
+    [B, T, H, R]; it means nothing of a query that has a NO_PICK.
   """
 
   def attend(queries, picks):
     rows = cache.gather("latent", jnp.maximum(picks, 0))  # [B, T, K, R]
     scores = jnp.einsum("bthr,btkr->bthk", queries, rows, preferred_element_type=jnp.float32)
-    scores = jnp.where((picks >= 0)[:, :, None], scores, -jnp.inf)
     shares = jax.nn.softmax(scores, axis=-1).astype(rows.dtype)
     mean = jnp.einsum("bthk,btkr->bthr", shares, rows, preferred_element_type=jnp.float32)
     return mean.astype(queries.dtype)

@@ -4,16 +4,20 @@
 
 Runs the engine itself: the prompts by selective prefill, then decode steps, with K expert slots a
 layer. Compares the logits of every position, the experts chosen by every token, the greedy tokens,
-and the MTP layers' hidden states, logits and tokens where the file has them. Prints a table of the
-largest differences. Exit codes: 0 all within the tolerance, 1 a mismatch, 2 wrong input.
+and, of a pass over the whole prompts, the keys that indexers chose for every token, and the MTP
+layers' hidden states, logits and tokens where the file has them. Prints a table of the largest
+differences. Exit codes: 0 all within the tolerance, 1 a mismatch, 2 wrong input.
 
 An oracle is a npz file: `input_ids` int [B, T]; `logits` [B, T, V]; `greedy_tokens` int [B, G];
 `decode_logits` [B, G, V], which these tokens are the argmax of; for MoE layer l `layer{l}_topk_idx`
-[B, T, A] and, of the steps that are fed the greedy tokens, `dec_layer{l}_topk_idx` [B, G, A];
-optionally `full_logits` [B, T + G, V] of prompt and greedy tokens; optionally of the first prompt
-`mtp_hidden_in` [1, T, D], `mtp_hidden_d{k}`, `mtp_logits` [1, M, V], `mtp_tokens` [1, M]. Of models
-with hyper-connections the last are `mtp_streams_in` [1, T, n, D], `mtp_streams_d{k}`,
-`mtp_rec_logits` and `mtp_rec_tokens`, of the first MTP layer applied again and again.
+[B, T, A] and, of the steps that are fed the greedy tokens, `dec_layer{l}_topk_idx` [B, G, A]; for
+layer l with an indexer `layer{l}_index_topk` int [B, T, K], the positions of the keys, or with
+compression the numbers of the entries, that a token attends to, of which -1 and numbers beyond the
+token's own position do not count; optionally `full_logits` [B, T + G, V] of prompt and greedy
+tokens; optionally of the first prompt `mtp_hidden_in` [1, T, D], `mtp_hidden_d{k}`, `mtp_logits`
+[1, M, V], `mtp_tokens` [1, M]. Of models with hyper-connections the last are `mtp_streams_in`
+[1, T, n, D], `mtp_streams_d{k}`, `mtp_rec_logits` and `mtp_rec_tokens`, of the first MTP layer
+applied again and again.
 """
 
 import argparse
@@ -34,7 +38,7 @@ from moecore_jax.config import RunConfig
 from moecore_jax.models.experts import HostExpert
 from moecore_jax.models.transformer import Transformer
 from moecore_jax.runtime.engine import Engine
-from moecore_jax.specs import ModelSpec
+from moecore_jax.specs import AttentionSpec, CompressedSpec, CompressionSpec, ModelSpec
 
 Oracle = Mapping[str, np.ndarray]
 _REQUIRED = ("input_ids", "logits", "greedy_tokens", "decode_logits")
@@ -87,6 +91,7 @@ def check_oracle(spec: ModelSpec, oracle: Oracle) -> None:
     ValueError: arrays are missing or do not fit the model.
   """
   names = [f"{prefix}layer{i}_topk_idx" for i in spec.moe_layers for prefix in ("", "dec_")]
+  names += [f"layer{i}_index_topk" for i in indexed_layers(spec)]
   if has_mtp(spec, oracle):
     chain = mtp_chain(spec, oracle)
     depths = [f"{chain.hidden}_d{d + 1}" for d in range(len(chain.layers))]
@@ -103,15 +108,23 @@ def check_oracle(spec: ModelSpec, oracle: Oracle) -> None:
       raise ValueError(f"{name} is {ids.dtype}{list(ids.shape)}, expected int [batch, length]")
     if ids.min() < 0 or ids.max() >= spec.vocab_size:
       raise ValueError(f"{name} has ids outside 0..{spec.vocab_size - 1}")
+  batch, length = oracle["input_ids"].shape
+  for layer in indexed_layers(spec):
+    ids = oracle[name := f"layer{layer}_index_topk"]
+    if ids.ndim != 3 or ids.shape[:2] != (batch, length):
+      raise ValueError(f"{name} has the shape {ids.shape}, expected [{batch}, {length}, K]")
 
 
-def make_engine(loaded: Loaded, oracle: Oracle, slots: int | tuple[int, ...]) -> Engine:
+def make_engine(
+  loaded: Loaded, oracle: Oracle, slots: int | tuple[int, ...], chunk_tokens: int | None = None
+) -> Engine:
   """Builds a float32 engine that fits the oracle.
 
   Args:
     loaded: the checkpoint, float32.
     oracle: gives batch and lengths.
     slots: expert slots of every MoE layer, or of each; 0: all experts.
+    chunk_tokens: of a prompt that are prefilled at a time; None: all.
 
   Raises:
     ValueError: the slots, the tokens or the context do not fit the model.
@@ -128,7 +141,7 @@ def make_engine(loaded: Loaded, oracle: Oracle, slots: int | tuple[int, ...]) ->
   config.engine.kv_block_tokens = _KV_BLOCK_TOKENS
   blocks = -(-(prompts.shape[1] + steps) // _KV_BLOCK_TOKENS)
   config.engine.context_tokens = blocks * _KV_BLOCK_TOKENS
-  config.engine.prefill_buckets = (prompts.shape[1],)
+  config.engine.prefill_buckets = (chunk_tokens or prompts.shape[1],)
   residency, spec, _ = config.freeze(loaded.spec)
   model = dataclasses.replace(loaded.spec, eos_token_ids=())  # the oracle decodes past an end
   return Engine(model, residency, spec, loaded.params, loaded.banks)
@@ -185,8 +198,27 @@ def mtp_chain(spec: ModelSpec, oracle: Oracle) -> MtpChain:
   return MtpChain((0,) * depth, "mtp_streams", "mtp_rec_logits", "mtp_rec_tokens")
 
 
-def compare_mtp(loaded: Loaded, oracle: Oracle, atol: float) -> Iterator[Row]:
-  """Drafts one token at each depth after the first prompt, and compares all depths."""
+def indexed_layers(spec: ModelSpec) -> tuple[int, ...]:
+  """Returns the layers that choose what they attend to by an indexer of their own."""
+
+  def has_indexer(attention: AttentionSpec | CompressionSpec | None) -> bool:
+    if isinstance(attention, CompressedSpec):
+      attention = attention.compression
+    indexer = getattr(attention, "indexer", None)
+    return indexer is not None and not indexer.is_shared
+
+  return tuple(i for i, layer in enumerate(spec.layers) if has_indexer(layer.attention))
+
+
+def compare_whole(loaded: Loaded, oracle: Oracle, atol: float) -> Iterator[Row]:
+  """Runs whole prompts without a cache, and compares what the engine's programs keep to themselves.
+
+  Those are the keys that indexers chose; and, where the oracle has them, the drafts of one token at
+  each depth after the first prompt.
+  """
+  indexed, drafts = indexed_layers(loaded.spec), has_mtp(loaded.spec, oracle)
+  if not indexed and not drafts:
+    return
   model = nnx.eval_shape(lambda: Transformer(loaded.spec, rngs=nnx.Rngs(0)))
   graphdef, experts, dense = nnx.split(model, HostExpert, ...)
   banks = {"experts": loaded.banks, "mtp_experts": loaded.mtp_banks}
@@ -201,24 +233,36 @@ def compare_mtp(loaded: Loaded, oracle: Oracle, atol: float) -> Iterator[Row]:
   def draft(experts, dense, depth, *args):
     return nnx.merge(graphdef, experts, dense).draft(depth, *args)
 
-  prompt = oracle["input_ids"][:1].astype(np.int32)
-  length = prompt.shape[1]
-  out, chain = forward(experts, dense, prompt), mtp_chain(loaded.spec, oracle)
+  prompts = oracle["input_ids"].astype(np.int32)
+  length = prompts.shape[1]
+  out = forward(experts, dense, prompts)
+  for layer in indexed:
+    name = f"layer{layer}_index_topk"
+    got, want = (as_sets(ids, length) for ids in (out.picks[layer], oracle[name]))
+    yield same(name, got, want & np.tri(length, dtype=bool))
+  if not drafts:
+    return
+  chain, hidden = mtp_chain(loaded.spec, oracle), out.hidden[:1]
   name = f"{chain.hidden}_in"
-  yield close(name, np.asarray(out.hidden), oracle[name], atol)
-  tokens = np.concatenate([prompt, np.argmax(out.logits[:, -1:], -1)], axis=1).astype(np.int32)
+  yield close(name, np.asarray(hidden), oracle[name], atol)
+  tokens = np.concatenate([prompts, np.argmax(out.logits[:, -1:], -1)], axis=1)[:1].astype(np.int32)
   logits = []
   for depth, layer in enumerate(chain.layers):
     positions = jnp.arange(length, dtype=jnp.int32)[None] + depth
     following = tokens[:, depth + 1 : depth + 1 + length]
-    out = draft(experts, dense, layer, out.hidden, following, positions)
-    name = f"{chain.hidden}_d{depth + 1}"
-    yield close(name, np.asarray(out.hidden), oracle[name], atol)
+    out = draft(experts, dense, layer, hidden, following, positions)
+    hidden, name = out.hidden, f"{chain.hidden}_d{depth + 1}"
+    yield close(name, np.asarray(hidden), oracle[name], atol)
     logits.append(np.asarray(out.logits[:, -1]))
     drafted = np.argmax(logits[-1], axis=-1)[:, None].astype(np.int32)
     tokens = np.concatenate([tokens, drafted], axis=1)
   yield close(chain.logits, np.stack(logits, axis=1), oracle[chain.logits], atol)
   yield same(chain.tokens, tokens[:, length + 1 :], oracle[chain.tokens])
+
+
+def as_sets(ids: np.ndarray | jax.Array, size: int) -> np.ndarray:
+  """Returns which of the numbers 0 .. size - 1 occur in each row: bool [..., size] for [..., K]."""
+  return np.any(np.asarray(ids)[..., None] == np.arange(size), axis=-2)
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, atol: float) -> Row:
@@ -272,9 +316,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"verify: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
   with jax.default_matmul_precision("highest"):
-    rows = list(compare_engine(engine, oracle, args.atol))
-    if has_mtp(loaded.spec, oracle):
-      rows += compare_mtp(loaded, oracle, args.atol)
+    rows = [*compare_engine(engine, oracle, args.atol), *compare_whole(loaded, oracle, args.atol)]
   print(table(rows))
   failed = sum(not row.ok for row in rows)
   slots = f"{args.slots} slots a layer" if args.slots else "all experts resident"

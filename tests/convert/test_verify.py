@@ -4,15 +4,19 @@ import pathlib
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from checkpoints_convert import verify
 from checkpoints_convert.convert import convert
+from moecore_jax import checkpoint
+from moecore_jax.checkpoint.published import read_spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-FOLDER = pathlib.Path(__file__).parents[1] / "oracles" / "deepseek_v3"
+ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
+FOLDER = ORACLES / "deepseek_v3"
 ORACLE = FOLDER / "oracle.npz"
 NAMES = {
   "logits",
@@ -74,6 +78,30 @@ def test_every_kind_of_difference_is_found(tmp_path, capsys):
   assert float(logits[1]) == pytest.approx(2e-4, rel=0.2)
   assert logits[3] == "1,3,5"
   assert "5 of 13 comparisons hold" in out
+
+
+def test_wrong_picks_are_found():
+  folder = ORACLES / "glm_moe_dsa_shared"
+  loaded = checkpoint.load(str(folder), dtype=jnp.float32, expert_format="float32")
+  oracle = verify.read_oracle(str(folder / "oracle.npz"))
+  picks = oracle["layer3_index_topk"]
+  picks[1, 20, 0] = min(set(range(21)) - set(picks[1, 20]))
+  picks[1, 3, 0] = 24  # in place of key 0: key 24 comes later and does not count
+  oracle["layer0_index_topk"][0, 5] = [5, 4, 3, 2, 1, 0, -1, 24]  # no fault
+  rows = list(verify.compare_whole(loaded, oracle, 1e-4))
+  assert [row.name for row in rows] == [f"layer{i}_index_topk" for i in (0, 1, 3)]
+  assert [row for row in rows if not row.ok] == [("layer3_index_topk", 2, 0, (1, 3))]
+
+
+def test_an_oracle_without_picks_is_refused():
+  folder = ORACLES / "deepseek_v4"
+  spec, oracle = read_spec(folder), dict(verify.read_oracle(str(folder / "oracle.npz")))
+  verify.check_oracle(spec, oracle)
+  picks = oracle.pop("layer3_index_topk")
+  with pytest.raises(ValueError, match="the oracle lacks layer3_index_topk"):
+    verify.check_oracle(spec, oracle)
+  with pytest.raises(ValueError, match=r"has the shape \(2, 24, 3\), expected \[2, 25, K\]"):
+    verify.check_oracle(spec, oracle | {"layer3_index_topk": picks[:, 1:]})
 
 
 def test_a_looser_tolerance_is_taken():

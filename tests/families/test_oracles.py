@@ -1,5 +1,5 @@
 """Each family's published checkpoint through the engine against reference activations: logits,
-routes, greedy tokens, and the MTP chain where the reference has one.
+routes, greedy tokens, and the keys of indexers and the MTP chain where the reference has them.
 
 The weights are random, the names, layouts and configs are those of the published checkpoints.
 """
@@ -8,29 +8,36 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from checkpoints_convert import verify
 from checkpoints_convert.convert import convert
 from moecore_jax import checkpoint
 from moecore_jax.checkpoint.published import read_spec
+from moecore_jax.runtime.engine import Engine
+from moecore_jax.testing import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
 FOLDERS = sorted(path.name for path in ORACLES.iterdir())
 ATOL = 1e-4
+STEPS = 6
 
 
-def mismatches(folder: pathlib.Path, oracle_folder: pathlib.Path, slots) -> list[verify.Row]:
-  oracle = verify.read_oracle(str(oracle_folder / "oracle.npz"))
-  with jax.default_matmul_precision("highest"):
-    loaded = checkpoint.load(str(folder), dtype=jnp.float32, expert_format="float32")
-    engine = verify.make_engine(loaded, oracle, slots)
-    rows = list(verify.compare_engine(engine, oracle, ATOL))
-    if "mtp_hidden_in" in oracle:
-      rows += verify.compare_mtp(loaded, oracle, ATOL)
-  assert len(rows) >= 2 * len(loaded.spec.moe_layers) + 4
+def load(folder: pathlib.Path) -> checkpoint.Loaded:
+  return checkpoint.load(str(folder), dtype=jnp.float32, expert_format="float32")
+
+
+def mismatches(
+  loaded: checkpoint.Loaded, engine: Engine, oracle: verify.Oracle
+) -> list[verify.Row]:
+  rows = list(verify.compare_engine(engine, oracle, ATOL))
+  rows += verify.compare_whole(loaded, oracle, ATOL)
+  spec = loaded.spec
+  indexed = [name for name in oracle if name.endswith("_index_topk")]
+  assert len(rows) >= 2 * len(spec.moe_layers) + 4 + len(indexed) + 4 * bool(spec.mtp_layers)
   return [row for row in rows if not row.ok]
 
 
@@ -42,18 +49,39 @@ def test_all_families_have_an_oracle():
 
 @pytest.mark.cover
 @pytest.mark.parametrize("name", FOLDERS)
-def test_one_slot_and_as_many_as_a_token_takes(name):
-  spec = read_spec(ORACLES / name)
+def test_prompts_in_chunks_and_ragged_rows(name):
+  """With one slot and with as many as a token takes, by turns. The chunks of a prompt, the last one
+  padded, end within windows; and rows of several lengths equal those run alone, bit for bit, with
+  what others left in the caches.
+  """
+  folder = ORACLES / name
+  spec, oracle = read_spec(folder), verify.read_oracle(str(folder / "oracle.npz"))
   per_token = [g.num_experts_per_tok for g in spec.expert_groups]
   slots = tuple(
     per_token[spec.group_of(layer)[0]] if i % 2 else 1 for i, layer in enumerate(spec.moe_layers)
   )
-  assert mismatches(ORACLES / name, ORACLES / name, slots) == []
+  long, short = oracle["input_ids"]
+  ragged = [short[:5], long]
+  with jax.default_matmul_precision("highest"):
+    loaded = load(folder)
+    engine = verify.make_engine(loaded, oracle, slots, chunk_tokens=7)
+    assert mismatches(loaded, engine, oracle) == []
+    together = tiny.decode_all(engine, ragged, STEPS)
+    for row, prompt in enumerate(ragged):
+      engine.release(1)
+      alone = tiny.decode_all(engine, [prompt], STEPS)
+      np.testing.assert_array_equal(alone.prompt_logits[0], together.prompt_logits[row])
+      np.testing.assert_array_equal(alone.logits[:, 0], together.logits[:, row])
+      np.testing.assert_array_equal(alone.tokens[:, 0], together.tokens[:, row])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("slots", [0, 1])
 def test_after_conversion(name, slots, tmp_path):
+  """Whole prompts, with all experts and with one slot."""
   convert(str(ORACLES / name), str(tmp_path / "converted"), show_progress=False)
-  assert mismatches(tmp_path / "converted", ORACLES / name, slots) == []
+  oracle = verify.read_oracle(str(ORACLES / name / "oracle.npz"))
+  with jax.default_matmul_precision("highest"):
+    loaded = load(tmp_path / "converted")
+    assert mismatches(loaded, verify.make_engine(loaded, oracle, slots), oracle) == []

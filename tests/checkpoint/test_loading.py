@@ -1,6 +1,9 @@
 """Loading against arrays that plain NumPy builds from the published tensors, key by key."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -234,6 +237,40 @@ def test_an_odd_expert_width_cannot_be_packed(tmp_path):
   folder = write_checkpoint(tmp_path / "c", config)
   with pytest.raises(ValueError, match="33 columns does not fill bfloat16 words"):
     checkpoint.load(str(folder), dtype=jnp.float32, expert_format="bfloat16")
+
+
+_LOADS = """
+import json, pathlib, sys
+import jax
+import jax.numpy as jnp
+from moecore_jax import checkpoint
+from moecore_jax.checkpoint.template import total_bytes
+
+def status(name):
+  lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+  return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+jax.device_put(0.0).block_until_ready()  # starts the backend
+before = status("VmRSS")
+loaded = checkpoint.load(sys.argv[1], dtype=jnp.float32, expert_format="float32")
+used = status("VmHWM") - before - total_bytes(loaded.params)
+print(json.dumps([total_bytes(loaded.banks), used]))
+"""
+
+
+def test_a_bank_is_in_host_memory_once(tmp_path):
+  """Beside it a few chunks of 16 MB and what the libraries take; `bench.loading` measures banks
+  that make this little. In a process of its own, for a peak of its own.
+  """
+  config = tiny_config(
+    hidden_size=512, moe_intermediate_size=512, n_routed_experts=40, num_nextn_predict_layers=0
+  )
+  folder = write_checkpoint(tmp_path / "c", config, dtype="bfloat16", shard_bytes=40 << 20)
+  command = [sys.executable, "-c", _LOADS, str(folder)]
+  done = subprocess.run(command, capture_output=True, text=True, check=True)
+  bank_bytes, used_bytes = json.loads(done.stdout)
+  assert bank_bytes == 80 * 3 * 512 * 512 * 4
+  assert bank_bytes <= used_bytes <= bank_bytes + 120e6
 
 
 def test_the_host_limit_is_checked_before_weights_are_read(tmp_path, monkeypatch):

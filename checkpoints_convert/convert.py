@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple, cast, get_args
 
 import ml_dtypes
@@ -29,6 +30,7 @@ from moecore_jax.specs import ExpertFormat
 _FLOATS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 DENSE_DTYPES = tuple(_FLOATS)
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
+_WORKERS = 2  # each with an item and what Orbax makes of it
 _SPARE_DISK_FRAC, _SPARE_DISK_BYTES = 0.01, 16 << 20
 
 
@@ -70,19 +72,20 @@ def convert(
   target = pathlib.Path(output)
   _check_output(target, total)
   identity = _identity(checkpoint, fmt, dtype)
-  with _partial_folder(target) as partial, memory.returning_freed_blocks():
-    with contextlib.closing(writer.StoreWriter(partial, identity)) as written:
-      if show_progress and (written.resumed or written.has_leftovers):
-        print(_what_is_there(partial, written, len(parts)), file=sys.stderr)
-      with _progress("convert", total, show_progress) as bar:
-        for part in parts:
-          written.write(part.item, part.make)
-          bar.update(part.num_bytes)
-      written.finish(checkpoint.folder, fmt, identity["fingerprint"])
+  with _partial_folder(target) as partial, memory.returning_freed_blocks(), _workers() as pool:
+    written = writer.StoreWriter(partial, identity)
+    if show_progress and (written.resumed or written.has_leftovers):
+      print(_what_is_there(partial, written, len(parts)), file=sys.stderr)
+    with _progress("convert", total, show_progress) as bar:
+      items = []
+      for item in pool.map(lambda part: written.write(part.item, part.make), parts):
+        bar.update(parts[len(items)].num_bytes)
+        items.append(item)
+    written.finish(items, checkpoint.folder, fmt, identity["fingerprint"])
     stored = store.StoredCheckpoint(partial)
     with _progress("verify", total, show_progress) as bar:
-      for read in stored.verify():
-        bar.update(read)
+      for num_bytes in pool.map(stored.verify, stored.items):
+        bar.update(num_bytes)
     (partial / writer.JOURNAL).unlink()
     os.rename(partial, target)
     _sync_folder(target.parent)
@@ -96,6 +99,16 @@ def convert(
     "fingerprint": stored.fingerprint,
     "skipped": skipped,
   }
+
+
+@contextlib.contextmanager
+def _workers() -> Iterator[futures.Executor]:
+  """Gives threads for items; after a fault those that have not begun do not begin."""
+  with futures.ThreadPoolExecutor(_WORKERS) as pool:
+    try:
+      yield pool
+    finally:
+      pool.shutdown(cancel_futures=True)
 
 
 class _Part(NamedTuple):

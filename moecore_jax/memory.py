@@ -82,22 +82,23 @@ def write_rows(bank: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
 
 @contextlib.contextmanager
 def returning_freed_blocks() -> Iterator[None]:
-  """Lets freed blocks of 1 MB and more go back to the system at once, within the context.
+  """Lets freed blocks of 4 MB and more go back to the system at once, within the context.
 
   glibc keeps blocks of up to 32 MB for reuse, in an arena of each thread: several chunks of a bank
-  that is streamed by a pool of threads. Another C library is left as it is. Afterwards blocks are
-  kept again, for programs that allocate the same temporaries at every step.
+  that is streamed by a pool of threads. Smaller blocks are kept: to get their pages anew for each
+  tensor that is read takes longer than to read it. Another C library is left as it is. Afterwards
+  blocks are kept again, for programs that allocate the same temporaries at every step.
   """
   mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
   if mallopt is None:
     yield
     return
-  mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+  mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+  mallopt(_M_TRIM_THRESHOLD, 64 << 20)
   try:
     yield
   finally:
     mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def check_host_limit(needed_bytes: int, backend: str | None = None) -> None:

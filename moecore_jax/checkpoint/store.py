@@ -13,12 +13,15 @@ more than 64 MB, were it float32, is cut in pieces of several items.
 import contextlib
 import dataclasses
 import hashlib
+import os
 import pathlib
 import zlib
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
 
 from moecore_jax import families
 from moecore_jax.checkpoint.assemble import BankChunk, DensePiece, num_entries
@@ -141,15 +144,16 @@ class StoredCheckpoint:
           yield BankChunk(item.bank, item.group, item.start, arrays)
           del arrays
 
-  def verify(self) -> Iterator[int]:
-    """Reads everything back and compares checksums; yields the bytes read after each item.
+  def verify(self, item: Item) -> int:
+    """Reads an item back and compares checksums; returns its bytes.
 
     Raises:
-      ValueError: an item is missing or damaged.
+      ValueError: it is missing or damaged.
     """
     with contextlib.closing(checkpointer()) as reader:
-      for item in self.items:
-        yield sum(array.nbytes for array in self._read(reader, item).values())
+      num_bytes = sum(array.nbytes for array in self._read(reader, item).values())
+    leave_page_cache(self.folder / item.folder)
+    return num_bytes
 
   def _check_dense(self, file: pathlib.Path) -> None:
     covered: dict[str, int] = {}
@@ -212,8 +216,28 @@ def dotted(path: Path) -> str:
 
 
 def checkpointer() -> ocp.Checkpointer:
-  """Uncompressed: weights hardly compress, and compression would hold a chunk more in memory."""
-  return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+  """Uncompressed and without a copy of what is written: weights hardly compress, and either would
+  hold an item more in memory.
+  """
+  handlers = type_handlers.create_type_handler_registry(
+    (np.ndarray, type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+    (jax.Array, type_handlers.ArrayHandler()),
+  )
+  return ocp.Checkpointer(
+    ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
+  )
+
+
+def leave_page_cache(folder: pathlib.Path) -> None:
+  """Frees what the page cache holds of an item's files, which are on the disk: they will be read
+  from there, and their pages are at hand for what is written next.
+  """
+  if not hasattr(os, "posix_fadvise"):
+    return
+  for path in folder.rglob("*"):
+    if path.is_file():
+      with open(path, "rb") as f:
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def checksum(array: np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """Abstract trees of a model's parameters, with memory kinds: what loading has to produce."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -26,9 +27,11 @@ def dense_template(
     dtype: dense parameters; what the model keeps in float32 (the routers) is float32 here too.
     dense_format: storage of the linear maps of decoder layers.
   """
+  kinds = tuple(dict.fromkeys(spec.layers))  # equal layers are traced once
+  distinct = dataclasses.replace(spec, layers=kinds)
 
   def make() -> Transformer:
-    model = Transformer(spec, dtype=dtype, rngs=nnx.Rngs(0))
+    model = Transformer(distinct, dtype=dtype, rngs=nnx.Rngs(0))
     if dense_format != "float":
       for layer in model.layers:
         quantize_module(layer)
@@ -37,9 +40,11 @@ def dense_template(
   model = nnx.eval_shape(make)
   _, _, dense = nnx.split(model, HostExpert, ...)
   at = memory.placement("device")
-  return jax.tree.map(
+  tree = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), nnx.to_pure_dict(dense)
   )
+  of_kind = {kind: tree["layers"][i] for i, kind in enumerate(kinds)}
+  return tree | {"layers": {i: of_kind[layer] for i, layer in enumerate(spec.layers)}}
 
 
 def expert_groups(spec: ModelSpec, bank: str) -> tuple[ExpertGroup, ...]:

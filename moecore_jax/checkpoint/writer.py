@@ -3,18 +3,28 @@
 The journal, one JSON line an item, says what is there; it goes when the checkpoint is whole.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 
-from moecore_jax.checkpoint.store import MANIFEST, VERSION, Item, checkpointer, checksum, sha256
+from moecore_jax.checkpoint.store import (
+  MANIFEST,
+  VERSION,
+  Item,
+  checkpointer,
+  checksum,
+  leave_page_cache,
+  sha256,
+)
 from moecore_jax.specs import ExpertFormat
 
 JOURNAL = "moecore_conversion.jsonl"
@@ -50,8 +60,7 @@ class StoreWriter:
         removed.
     """
     self.folder = folder
-    self._items: list[Item] = []
-    self._checkpointer = checkpointer()
+    self._lock = threading.Lock()
     first = json.dumps({"version": VERSION, **identity})
     resumed = _written(folder, first)
     self.resumed = resumed or {}
@@ -60,43 +69,50 @@ class StoreWriter:
       for leftover in folder.iterdir():
         _remove(leftover)
       (folder / JOURNAL).write_text(first)
+    self._keep_only(self.resumed)  # the kill has torn others
 
-  def write(self, item: Item, make: Callable[[], dict[str, np.ndarray]]) -> None:
-    """Writes an item, unless an earlier run has.
+  def write(self, item: Item, make: Callable[[], dict[str, np.ndarray]]) -> Item:
+    """Writes an item, unless an earlier run has; several threads may each write one.
 
     Args:
       item: without checksums and files.
       make: makes the arrays; called only if they are needed.
+
+    Returns:
+      The item, with checksums and files.
     """
     there = self.resumed.get(item.folder)
     if there and dataclasses.replace(there, checksums={}, files={}) == item:
-      self._items.append(there)
-      return
+      return there
     target = self.folder / item.folder
     _remove(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.ascontiguousarray(array) for name, array in make().items()}
     checksums = {name: checksum(array) for name, array in arrays.items()}
     self._save(target, arrays)
+    leave_page_cache(target)
     files = {str(p.relative_to(target)): p.stat().st_size for p in _files(target)}
     item = dataclasses.replace(item, checksums=checksums, files=files)
-    with open(self.folder / JOURNAL, "a", encoding="utf-8") as f:
+    with self._lock, open(self.folder / JOURNAL, "a", encoding="utf-8") as f:
       f.write("\n" + json.dumps(dataclasses.asdict(item)))  # a torn line does not spoil the next
-    self._items.append(item)
+    return item
 
-  def finish(self, source: pathlib.Path, expert_format: ExpertFormat, fingerprint: str) -> None:
+  def finish(
+    self,
+    items: Sequence[Item],
+    source: pathlib.Path,
+    expert_format: ExpertFormat,
+    fingerprint: str,
+  ) -> None:
     """Copies config and tokenizer, then writes the manifest.
 
     Args:
+      items: all that were written, dense first, then the banks in row order.
       source: the published folder.
       expert_format: of the written banks.
       fingerprint: of the published weights.
     """
-    self.close()
-    written = {self.folder / item.folder for item in self._items}
-    for folder in (*self.folder.glob("dense/*"), *self.folder.glob("banks/*/*")):
-      if folder not in written:
-        _remove(folder)  # an item that was being written when an earlier run was killed
+    self._keep_only(item.folder for item in items)
     for name in COPIED_FILES:
       if (source / name).is_file():
         shutil.copyfile(source / name, self.folder / name)
@@ -105,19 +121,22 @@ class StoreWriter:
       "fingerprint": fingerprint,
       "config_sha256": sha256(self.folder / "config.json"),
       "expert_format": expert_format,
-      "items": [dataclasses.asdict(item) for item in self._items],
+      "items": [dataclasses.asdict(item) for item in items],
     }
     with open(self.folder / MANIFEST, "w", encoding="utf-8") as f:
       json.dump(manifest, f, indent=1)
       f.flush()
       os.fsync(f.fileno())
 
-  def close(self) -> None:
-    """Ends the writer, finished or not."""
-    self._checkpointer.close()
+  def _keep_only(self, items: Iterable[str]) -> None:
+    kept = {self.folder / item for item in items}
+    for folder in (*self.folder.glob("dense/*"), *self.folder.glob("banks/*/*")):
+      if folder not in kept:
+        _remove(folder)
 
   def _save(self, target: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
-    self._checkpointer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
+    with contextlib.closing(checkpointer()) as writer:
+      writer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
 
 
 def _written(folder: pathlib.Path, first: str) -> dict[str, Item] | None:

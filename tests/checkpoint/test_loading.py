@@ -164,6 +164,13 @@ def test_formats(tmp_path, published_dtype, fmt):
   check_memory_kinds(loaded)
 
 
+def test_experts_that_are_no_whole_cache_lines_wide(tmp_path):
+  config = tiny_config(hidden_size=48, moe_intermediate_size=40)
+  folder = write_checkpoint(tmp_path / "c", config)
+  loaded = checkpoint.load(str(folder), dtype=jnp.float32, expert_format="bfloat16")
+  check_loaded(loaded, *_expected(folder, config), "bfloat16")
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 1 << 30])
 def test_chunks_of_any_size_give_the_same_bank(tmp_path, monkeypatch, chunk_bytes):
   monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", chunk_bytes)

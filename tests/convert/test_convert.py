@@ -52,11 +52,23 @@ def test_what_is_written(source, tmp_path, capsys):
   }
   stored = store.StoredCheckpoint(tmp_path / "out")
   assert result["fingerprint"] == stored.fingerprint
-  assert result["num_bytes"] == sum(stored.verify())
+  assert result["num_bytes"] == sum(map(stored.verify, stored.items))
   out, err = capsys.readouterr()
   assert out == ""
   assert "convert: 100%" in err
   assert "verify: 100%" in err
+
+
+def test_what_is_written_is_read_back_from_the_disk(source, tmp_path, monkeypatch):
+  """Every file of an item leaves the page cache when it is written, and when it is read back."""
+  left = []
+  monkeypatch.setattr(
+    os, "posix_fadvise", lambda f, *_: left.append(os.readlink(f"/proc/self/fd/{f}"))
+  )
+  convert(str(source), str(tmp_path / "out"), show_progress=False)
+  stored = store.StoredCheckpoint(tmp_path / "out")
+  files = [tmp_path / "out.partial" / i.folder / name for i in stored.items for name in i.files]
+  assert sorted(left) == sorted([*map(str, files)] * 2)
 
 
 def test_an_empty_output_folder_may_exist(source, tmp_path):
@@ -128,7 +140,9 @@ def test_a_write_that_does_not_read_back_leaves_nothing(source, tmp_path, monkey
 
 @pytest.fixture
 def parts(monkeypatch):
-  """Makes many items of a small checkpoint; returns the folders of those that are written."""
+  """Makes many items of a small checkpoint, one after the other; returns the folders of those that
+  are written."""
+  monkeypatch.setattr(convert_lib, "_WORKERS", 1)
   monkeypatch.setattr(assemble, "MIN_CHUNK_BYTES", 60_000)
   monkeypatch.setattr(assemble, "MAX_CHUNK_BYTES", 60_000)
   monkeypatch.setattr(assemble, "MAX_PIECE_BYTES", 4000)
@@ -185,6 +199,16 @@ def test_a_run_goes_on_where_another_was_interrupted(source, tmp_path, capsys, p
     assert _names(tmp_path / "out" / folder) == _names(tmp_path / "whole" / folder)
 
 
+def test_items_that_are_written_at_once(source, tmp_path, monkeypatch, parts):
+  """Several threads write what one writes, and list it in its order."""
+  results = []
+  for name, count in (("one", 1), ("many", 4)):
+    monkeypatch.setattr(convert_lib, "_WORKERS", count)
+    results.append(convert(str(source), str(tmp_path / name), show_progress=False))
+  assert _arrays(tmp_path / "many") == _arrays(tmp_path / "one")
+  assert results[1] == results[0] | {"output": str(tmp_path / "many")}
+
+
 def test_items_that_are_torn_are_written_again(source, tmp_path, parts):
   """The last line of the journal, and a file of an item, are cut short."""
   done = _interrupt(source, tmp_path / "out", parts, 4)
@@ -227,7 +251,8 @@ def test_what_another_run_left_is_not_used(source, tmp_path, capsys, parts, chan
   assert "was left by a run of another source or other settings" in capsys.readouterr().err
   assert result["num_resumed"] == 0
   assert parts.saved[: len(done)] == done
-  assert sum(store.StoredCheckpoint(tmp_path / "out").verify()) == result["num_bytes"]
+  stored = store.StoredCheckpoint(tmp_path / "out")
+  assert sum(map(stored.verify, stored.items)) == result["num_bytes"]
 
 
 def test_foreign_leftovers_are_removed(source, tmp_path):
@@ -276,7 +301,8 @@ def test_killed_at_any_moment_and_run_again(tmp_path):
     shutil.rmtree(tmp_path / "out")
   subprocess.run(command, check=True, capture_output=True)
   assert _names(tmp_path) == ["out", "source"]
-  assert sum(store.StoredCheckpoint(tmp_path / "out").verify()) > 50_000_000
+  stored = store.StoredCheckpoint(tmp_path / "out")
+  assert sum(map(stored.verify, stored.items)) > 50_000_000
 
 
 @pytest.mark.parametrize(

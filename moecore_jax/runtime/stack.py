@@ -214,13 +214,22 @@ def run_layers(
     if segment.length > 1:
       within = _Way((), s)
 
-      def body(carry, offset, s: int = s, within=within):
-        flow, caches = carry
-        out = _transition(step, s, offset, within, offset + 1, flow, caches)
-        return out, _tell(program, flow.inputs)
+      is_staged = flow.buffer is not None and len(flow.done) == 2
 
+      def body(carry, offset, s: int = s, within=within, is_staged=is_staged):
+        flow, caches, spare = carry
+        transition = functools.partial(_transition, step, s, offset, within, offset + 1)
+        if is_staged:
+          after, caches = _in_one_turn(transition, flow, caches, spare)
+          return (after, caches, flow.buffer), _tell(program, flow.inputs)
+        return (*transition(flow, caches), spare), _tell(program, flow.inputs)
+
+      # Of two buffers that change roles, each is in its place again after two layers.
+      spare = _memory_for(flow.buffer, spare) if is_staged else None
+      carry = flow, _pick(caches, within.caches), spare
       offsets = jnp.arange(segment.length - 1, dtype=jnp.int32)
-      (flow, written), earlier = lax.scan(body, (flow, _pick(caches, within.caches)), offsets)
+      carry, earlier = lax.scan(body, carry, offsets, unroll=2 if is_staged else 1)
+      flow, written, spare = carry
       caches |= written
       told.append(earlier)
     told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
@@ -249,9 +258,7 @@ def _in_one_turn(
   """
   after = jax.eval_shape(transition, flow, caches)
   arriving = after[0].buffer
-  if not _are_alike(spare, arriving):
-    spare = jax.tree.map(lambda rows: jnp.zeros(rows.shape, rows.dtype), arriving)
-  before = (flow._replace(buffer=spare), caches)
+  before = (flow._replace(buffer=_memory_for(arriving, spare)), caches)
   if arriving is None or len(flow.done) != 2 or not _are_alike(before, after):
     return transition(flow, caches)
 
@@ -259,6 +266,13 @@ def _in_one_turn(
     return transition(carry[0]._replace(buffer=flow.buffer), carry[1])
 
   return lax.fori_loop(0, 1 + _once_routed(flow.inputs), body, before)
+
+
+def _memory_for(arriving: ExpertArrays | None, spare: ExpertArrays | None) -> ExpertArrays | None:
+  """Returns `spare` if it is such as what arrives, else zeros."""
+  if _are_alike(spare, arriving):
+    return spare
+  return jax.tree.map(lambda rows: jnp.zeros(rows.shape, rows.dtype), arriving)
 
 
 def _are_alike(a: Any, b: Any) -> bool:

@@ -113,8 +113,6 @@ def check_stack(layers, dense, slots, loop):
   np.testing.assert_array_equal(counters["prefill_moved_bytes"], loads * one)
 
 
-@pytest.mark.cover
-@pytest.mark.usefixtures("quick_compilation")
 def test_long_buckets_run_in_blocks_of_tokens():
   check_blocks("unrolled", StagingSpec(True, "prompt", reuses_residents=True), (3, 15, 16))
 
@@ -129,20 +127,22 @@ def test_long_buckets_run_in_blocks_of_tokens():
   ],
 )
 def test_other_buckets_in_blocks(loop, staging, slots):
-  check_blocks(loop, staging, slots)
+  whole = dataclasses.replace(ENGINE, prefill_buckets=(32,), layer_loop=loop)
+  got = check_blocks(loop, staging, slots)
+  in_one = wanted((21, 32), engine=whole)
+  np.testing.assert_array_equal(got.tokens, in_one.tokens)
+  for ours, theirs in zip(got.prompt_logits, in_one.prompt_logits, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def check_blocks(loop, staging, slots):
   """21 tokens in a bucket of four blocks leave one of padding alone."""
-  whole = EngineSpec(**{**vars(ENGINE), "prefill_buckets": (32,), "layer_loop": loop})
-  blocks = dataclasses.replace(whole, prefill_block_tokens=8)
+  engine = dataclasses.replace(
+    ENGINE, prefill_buckets=(32,), prefill_block_tokens=8, layer_loop=loop
+  )
   lengths = 21, 32
-  got, counters = run(staging, slots, lengths, engine=blocks)
-  assert_same(got, wanted(lengths, engine=blocks))
-  in_one = wanted(lengths, engine=whole)
-  np.testing.assert_array_equal(got.tokens, in_one.tokens)
-  for ours, theirs in zip(got.prompt_logits, in_one.prompt_logits, strict=True):
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+  got, counters = run(staging, slots, lengths, engine=engine)
+  assert_same(got, wanted(lengths, engine=engine))
   np.testing.assert_array_equal(counters["prefill_invocations"], sum(lengths) * K)
   prompts = [len(lengths) * (staging.enabled and n < N) for n in slots]
   kept = [n * (staging.enabled and n < N) for n in slots]  # the second prompt's
@@ -152,6 +152,7 @@ def check_blocks(loop, staging, slots):
   )
   loads = counters["prefill_staged"] + counters["prefill_misses"]
   np.testing.assert_array_equal(counters["prefill_moved_bytes"], loads * 3 * 32 * 16 * 4)
+  return got
 
 
 def test_residents_may_be_reused():

@@ -5,7 +5,6 @@ checked when it is read.
 """
 
 import hashlib
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +13,14 @@ import numpy as np
 
 from moecore_jax import families
 from moecore_jax.checkpoint import safetensors_file, sources
-from moecore_jax.families.keymap import KeyMap, check_sources
+from moecore_jax.families.config_reader import shown
+from moecore_jax.families.keymap import KeyMap
 from moecore_jax.specs import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FINGERPRINT_BYTES = 4096
+_FINGERPRINT_BYTES, _MAX_NAME = 4096, 250
 
 
 class PublishedCheckpoint:
@@ -46,19 +46,15 @@ class PublishedCheckpoint:
     """
     self.folder = pathlib.Path(path)
     self.spec = read_spec(self.folder)
-    self.keymap = families.key_map(self.spec)
     self.tensors = _tensors(self.folder)
+    self._check_size()
+    self.keymap = families.key_map(self.spec)
     self._sources = {
       key: source
       for key in self.keymap.shapes
-      if (source := sources.find(key, self.tensors, key in self.keymap.id_tables)) is not None
+      if (source := sources.find(key, self.tensors, self.keymap.id_tables.get(key))) is not None
     }
-    read = {key: key for key in self._sources}
-    read |= {part: key for key, source in self._sources.items() for part in source.keys}
-    try:
-      check_sources(self.keymap, {read.get(key, key) for key in self.tensors})
-    except ValueError as error:
-      raise ValueError(f"{self.folder}: {error}") from None
+    self._check_keys()
     for key, shape in self.keymap.shapes.items():
       source = self._sources[key]
       if source.shape != tuple(shape):
@@ -66,6 +62,40 @@ class PublishedCheckpoint:
         raise ValueError(
           f"{file}: tensor {key}: shape is {source.shape}, config.json expects {tuple(shape)}"
         )
+
+  def _check_keys(self) -> None:
+    """Refuses keys that are missing, or that the family neither consumes nor skips."""
+    missing = self.keymap.shapes.keys() - self._sources.keys()
+    consumed = {part for source in self._sources.values() for part in source.keys}
+    unknown = {
+      f"{key} in {self.tensors[key].file.name}"
+      for key in self.tensors.keys() - consumed - self.keymap.skipped.keys()
+    }
+    problems = [
+      f"{len(keys)} tensors are {what}, e.g. {', '.join(sorted(keys)[:3])}"
+      for keys, what in ((missing, "missing"), (unknown, "unknown"))
+      if keys
+    ]
+    if problems:
+      raise ValueError(
+        f"{self.folder}: checkpoint does not match its config.json: {'; '.join(problems)}"
+      )
+
+  def _check_size(self) -> None:
+    """Refuses a config of many more experts or layers than there are: to list them takes for ever.
+
+    A value takes half a byte or more, a layer some tensors.
+    """
+    groups = (*self.spec.expert_groups, *self.spec.mtp_expert_groups)
+    num_experts = sum(group.num_rows for group in groups)
+    num_values = sum(group.num_rows * group.params_per_expert for group in groups)
+    num_bytes = sum(entry.num_bytes for entry in self.tensors.values())
+    num_layers = len(self.spec.layers) + len(self.spec.mtp_layers)
+    if num_values > 2 * num_bytes or num_layers > len(self.tensors):
+      raise ValueError(
+        f"{self.folder}: config.json describes {num_experts} experts in {num_layers} layers, there "
+        f"are {num_bytes} bytes in {len(self.tensors)} tensors; download the checkpoint again"
+      )
 
   def read(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
     """Reads rows of one weight, all if none are named: the values that it stands for.
@@ -105,24 +135,25 @@ def read_spec(folder: str | pathlib.Path) -> ModelSpec:
   folder = pathlib.Path(folder)
   if not folder.is_dir():
     raise ValueError(f"{folder}: the checkpoint folder does not exist")
-  file = folder / "config.json"
-  config = read_json(file)
+  config = read_json(folder / "config.json")
   try:
     return families.model_spec(config)
   except ValueError as error:
     raise ValueError(f"{folder}: {error}") from None
-  except (AttributeError, KeyError, TypeError) as error:
-    raise ValueError(f"{file}: a field is missing or malformed: {error!r}") from None
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object.
 
   Raises:
-    ValueError: the file is missing, unreadable or not a JSON object.
+    ValueError: the file is missing, unreadable, too large or not a JSON object.
   """
   try:
-    value = json.loads(file.read_text(encoding="utf-8"))
+    with safetensors_file.open_regular(file) as f:
+      data = f.read(safetensors_file.JSON_LIMIT_BYTES + 1)
+    if len(data) > safetensors_file.JSON_LIMIT_BYTES:
+      raise ValueError(f"has more than {safetensors_file.JSON_LIMIT_BYTES} bytes")
+    value = safetensors_file.parse_json(data)
   except FileNotFoundError:
     raise ValueError(f"{file}: the file is missing") from None
   except OSError as error:
@@ -150,13 +181,14 @@ def _tensors(folder: pathlib.Path) -> dict[str, safetensors_file.Entry]:
       if key in tensors:
         raise ValueError(f"{folder}: tensor {key} is in both {tensors[key].file.name} and {shard}")
       if weight_map.get(key) != shard:
-        raise ValueError(
-          f"{entry.file}: tensor {key}: the index says it is in {weight_map.get(key)}"
-        )
+        place = f"in {weight_map[key]}" if key in weight_map else "nowhere"
+        raise ValueError(f"{entry.file}: tensor {key}: the index says it is {place}")
       tensors[key] = entry
   for key, shard in weight_map.items():
     if key not in tensors:
-      raise ValueError(f"{folder / shard}: tensor {key} is missing, the index says it is there")
+      raise ValueError(
+        f"{folder / shard}: tensor {shown(key)} is missing, the index says it is there"
+      )
   return tensors
 
 
@@ -166,13 +198,19 @@ def _inside(folder: pathlib.Path, name: str) -> pathlib.Path:
   A snapshot of a download cache links to the blobs beside it; these count as its own.
   """
   file = folder / name
+  if len(name) > _MAX_NAME or not name.isprintable():
+    raise ValueError(f"{folder}: weight file {shown(name)} is no name of a file")
   if pathlib.PurePath(name).suffix in _PICKLES:
     raise ValueError(f"{file}: is a pickle, which is never read; expected safetensors")
   roots = [folder.resolve()]
   if roots[0].parent.name == "snapshots":
     roots.append(roots[0].parent.parent / "blobs")
-  if not any(file.resolve().is_relative_to(root) for root in roots):
-    raise ValueError(f"{folder}: weight file {name!r} is outside the checkpoint folder")
+  try:
+    is_inside = any(file.resolve().is_relative_to(root) for root in roots)
+  except (ValueError, OSError, RuntimeError):  # it has odd characters, or is a link to itself
+    raise ValueError(f"{folder}: weight file {shown(name)} cannot be found") from None
+  if not is_inside:
+    raise ValueError(f"{folder}: weight file {shown(name)} is outside the checkpoint folder")
   return file
 
 

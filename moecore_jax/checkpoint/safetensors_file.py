@@ -7,17 +7,23 @@ accepted, and nothing is ever unpickled.
 Source: the safetensors format description.
 """
 
+import collections
 import dataclasses
+import errno
 import json
 import math
 import os
 import pathlib
+import re
+import stat
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+
+from moecore_jax.families.config_reader import shown
 
 DTYPES: dict[str, np.dtype] = {
   "F32": np.dtype(np.float32),
@@ -32,7 +38,10 @@ ID_DTYPES: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.
 BYTE_DTYPES = dict.fromkeys(("F8_E4M3", "F8_E8M0", "U8", "I8"), np.dtype(np.uint8))
 """Dtypes that are read as bytes, likewise."""
 
-_HEADER_LIMIT_BYTES = 100_000_000
+JSON_LIMIT_BYTES = 100_000_000
+"""Bytes of the largest header, config or index that is read."""
+
+_MAX_KEY, _MAX_DIMS, _MAX_DIM = 500, 16, 2**53
 _EXPONENT_BITS = {
   "F32": (np.uint32, 0x7F800000),
   "F16": (np.uint16, 0x7C00),
@@ -61,7 +70,7 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
     ValueError: the file is missing, truncated, or not in this format; names file and tensor.
   """
   try:
-    with open(file, "rb") as f:
+    with open_regular(file) as f:
       size = os.fstat(f.fileno()).st_size
       length, header = _header(file, f.read(8), f, size)
   except FileNotFoundError:
@@ -82,6 +91,29 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
       f"{file}: the file is {what}: {size} bytes, expected {base + end}; download it again"
     )
   return entries
+
+
+def open_regular(file: pathlib.Path) -> BinaryIO:
+  """Opens a file to read; a pipe or a device would be read for ever.
+
+  Raises:
+    OSError: it cannot be opened, or is none.
+  """
+  if not stat.S_ISREG(os.stat(file).st_mode):
+    raise OSError(errno.EINVAL, "it is not a regular file")
+  return open(file, "rb")
+
+
+def parse_json(data: bytes) -> Any:
+  """Parses JSON in which no object has a key twice.
+
+  Raises:
+    ValueError: says what is wrong.
+  """
+  try:
+    return json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
+  except RecursionError:
+    raise ValueError("it is nested too deeply") from None
 
 
 def read_tensor(
@@ -163,12 +195,12 @@ def _header(file: pathlib.Path, prefix: bytes, f: Any, size: int) -> tuple[int, 
   if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
     raise ValueError(f"{file}: is a pickle, which is never read; expected safetensors")
   length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-  if not 2 <= length <= _HEADER_LIMIT_BYTES:
+  if not 2 <= length <= JSON_LIMIT_BYTES:
     raise ValueError(f"{file}: is not a safetensors file: its header has {length} bytes")
   if size < 8 + length:
     raise ValueError(f"{file}: the file is truncated: it ends within its header; download it again")
   try:
-    header = json.loads(f.read(length), object_pairs_hook=_no_duplicates)
+    header = parse_json(f.read(length))
   except ValueError as error:
     raise ValueError(f"{file}: is not a safetensors file: its header is corrupt: {error}") from None
   if not isinstance(header, dict):
@@ -179,12 +211,14 @@ def _header(file: pathlib.Path, prefix: bytes, f: Any, size: int) -> tuple[int, 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   result = dict(pairs)
   if len(result) < len(pairs):
-    keys = [key for key, _ in pairs]
-    raise ValueError(f"tensor {next(k for k in keys if keys.count(k) > 1)} is listed twice")
+    [(key, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+    raise ValueError(f"{shown(key)} is listed twice")
   return result
 
 
 def _begin(file: pathlib.Path, key: str, fields: Any) -> tuple[int, int]:
+  if not key.isprintable() or len(key) > _MAX_KEY:
+    raise ValueError(f"{file}: is not a safetensors file: {shown(key)} is no name of a tensor")
   offsets = fields.get("data_offsets") if isinstance(fields, dict) else None
   if not isinstance(offsets, list) or [type(n) for n in offsets] != [int, int]:
     raise ValueError(f"{file}: tensor {key}: its header entry is corrupt")
@@ -196,8 +230,10 @@ def _entry(file: pathlib.Path, key: str, fields: dict[str, Any], base: int) -> E
   dtype, shape = fields.get("dtype"), fields.get("shape")
   if (
     not isinstance(dtype, str)
+    or not re.fullmatch(r"\w{1,16}", dtype, re.ASCII)
     or not isinstance(shape, list)
-    or not all(type(n) is int and n >= 0 for n in shape)
+    or len(shape) > _MAX_DIMS
+    or not all(type(n) is int and 0 <= n < _MAX_DIM for n in shape)
     or not 0 <= begin <= end
   ):
     raise ValueError(f"{file}: tensor {key}: its header entry is corrupt")

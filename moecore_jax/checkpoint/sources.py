@@ -62,13 +62,13 @@ class Source(Protocol):
     ...
 
 
-def find(key: str, tensors: Tensors, is_id_table: bool = False) -> Source | None:
+def find(key: str, tensors: Tensors, num_ids: int | None = None) -> Source | None:
   """Returns the weight of a key as it is stored, None where it is not.
 
   Args:
     key: its published name.
     tensors: all of the checkpoint.
-    is_id_table: it holds whole numbers.
+    num_ids: it holds ids 0 .. num_ids - 1; None: numbers.
 
   Raises:
     ValueError: it is stored in a way that is not one of the above.
@@ -78,18 +78,22 @@ def find(key: str, tensors: Tensors, is_id_table: bool = False) -> Source | None
   entry = tensors.get(key)
   if entry is None:
     return None
-  dtypes = ID_DTYPES if is_id_table else DTYPES
-  if entry.dtype in dtypes:
-    return _Plain(key, entry, dtypes)
+  if num_ids is not None:
+    if entry.dtype not in ID_DTYPES:
+      raise ValueError(_wrong_dtype(key, entry, ", ".join(ID_DTYPES)))
+    return _Ids(key, entry, num_ids)
+  if entry.dtype in DTYPES:
+    return _Plain(key, entry)
   if f"{key}_scale_inv" in tensors and entry.dtype == _FP8:
-    return _BlockFloat8(key, entry, f"{key}_scale_inv", tensors[f"{key}_scale_inv"])
+    return _BlockFloat8(key, entry, *_scales(f"{key}_scale_inv", tensors, entry, ("F32",)))
   scale = key.removesuffix(".weight") + ".scale"
   if scale in tensors and entry.dtype == _FP8:
     return _BlockFloat8(key, entry, *_scales(scale, tensors, entry, ("F32", *_E8M0)))
   if scale in tensors and entry.dtype in _BYTES:
     return _Float4(key, entry, *_scales(scale, tensors, entry, _E8M0))
-  expected = ", ".join(dtypes) + ("" if is_id_table else f", or {_FP8} or FP4 bytes and {scale}")
-  raise ValueError(f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected {expected}")
+  raise ValueError(
+    _wrong_dtype(key, entry, f"{', '.join(DTYPES)}, or {_FP8} or FP4 bytes and {scale}")
+  )
 
 
 def _scales(key: str, tensors: Tensors, of: Entry, dtypes: tuple[str, ...]) -> tuple[str, Entry]:
@@ -97,15 +101,17 @@ def _scales(key: str, tensors: Tensors, of: Entry, dtypes: tuple[str, ...]) -> t
   if entry is None:
     raise ValueError(f"{of.file}: tensor {key} is missing, the scales of a quantised weight")
   if entry.dtype not in dtypes:
-    expected = " or ".join(dtypes)
-    raise ValueError(f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected {expected}")
+    raise ValueError(_wrong_dtype(key, entry, " or ".join(dtypes)))
   return key, entry
+
+
+def _wrong_dtype(key: str, entry: Entry, expected: str) -> str:
+  return f"{entry.file}: tensor {key}: dtype is {entry.dtype}, expected {expected}"
 
 
 class _Plain(NamedTuple):
   key: str
   entry: Entry
-  dtypes: Mapping[str, np.dtype]
 
   @property
   def keys(self) -> tuple[str, ...]:
@@ -117,10 +123,39 @@ class _Plain(NamedTuple):
 
   @property
   def dtype(self) -> np.dtype:
-    return self.dtypes[self.entry.dtype]
+    return DTYPES[self.entry.dtype]
 
   def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-    return read_tensor(self.key, self.entry, start, stop, self.dtypes)
+    return read_tensor(self.key, self.entry, start, stop)
+
+
+class _Ids(NamedTuple):
+  """A table of ids 0 .. num_ids - 1."""
+
+  key: str
+  entry: Entry
+  num_ids: int
+
+  @property
+  def keys(self) -> tuple[str, ...]:
+    return (self.key,)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.entry.shape
+
+  @property
+  def dtype(self) -> np.dtype:
+    return ID_DTYPES[self.entry.dtype]
+
+  def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+    ids = read_tensor(self.key, self.entry, start, stop, ID_DTYPES)
+    if ids.size and not 0 <= ids.min() <= ids.max() < self.num_ids:
+      raise ValueError(
+        f"{self.entry.file}: tensor {self.key}: has ids {ids.min()}..{ids.max()}, expected "
+        f"0..{self.num_ids - 1}"
+      )
+    return ids
 
 
 class _BlockFloat8(NamedTuple):
@@ -137,7 +172,7 @@ class _BlockFloat8(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    blocks = tuple(-(-n // BLOCK) for n in self.entry.shape)
+    blocks = tuple(-(-n // BLOCK) for n in _matrix(self.key, self.entry))
     return _checked(self.entry.shape, self.scale_key, self.scales, blocks)
 
   @property
@@ -152,7 +187,7 @@ class _BlockFloat8(NamedTuple):
     scales = _read_scales(self.scale_key, self.scales, first, last)
     scales = np.repeat(scales, BLOCK, axis=0)[start - first * BLOCK :][: stop - start]
     scales = np.repeat(scales, BLOCK, axis=1)[:, : values.shape[1]]
-    return _finite(self, values.astype(np.float32) * scales)
+    return _finite(self.key, self.entry, self.dtype, values.astype(np.float32) * scales)
 
 
 class _Float4(NamedTuple):
@@ -169,9 +204,9 @@ class _Float4(NamedTuple):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    *lead, half = self.entry.shape
-    groups = (*lead, 2 * half // GROUP)
-    return _checked((*lead, 2 * half), self.scale_key, self.scales, groups)
+    rows, half = _matrix(self.key, self.entry, GROUP // 2)
+    groups = (rows, 2 * half // GROUP)
+    return _checked((rows, 2 * half), self.scale_key, self.scales, groups)
 
   @property
   def dtype(self) -> np.dtype:
@@ -180,7 +215,7 @@ class _Float4(NamedTuple):
   def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
     values = _float4(_raw(self.key, self.entry, start, stop))
     scales = _read_scales(self.scale_key, self.scales, start, stop)
-    return _finite(self, values * np.repeat(scales, GROUP, axis=-1))
+    return _finite(self.key, self.entry, self.dtype, values * np.repeat(scales, GROUP, axis=-1))
 
 
 class _FusedFloat4(NamedTuple):
@@ -211,7 +246,18 @@ class _FusedFloat4(NamedTuple):
   def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
     values = _float4(_raw(self.keys[0], self.blocks, start, stop))  # [n, out, groups, 32]
     values = values * _read_scales(*self.scales, start, stop)[..., None]
-    return _finite(self, values.reshape((*values.shape[:2], -1)).swapaxes(1, 2))
+    values = values.reshape((*values.shape[:2], -1)).swapaxes(1, 2)
+    return _finite(self.keys[0], self.blocks, self.dtype, values)
+
+
+def _matrix(key: str, entry: Entry, columns: int = 1) -> tuple[int, int]:
+  """Returns the shape of a quantised matrix that has a multiple of so many columns."""
+  if len(entry.shape) != 2 or entry.shape[1] % columns:
+    raise ValueError(
+      f"{entry.file}: tensor {key}: shape is {entry.shape}, expected a matrix with a multiple of "
+      f"{columns} columns of {entry.dtype}"
+    )
+  return entry.shape[0], entry.shape[1]
 
 
 def _checked(
@@ -239,7 +285,7 @@ def _float4(data: np.ndarray) -> np.ndarray:
   return _FP4[both.reshape((*data.shape[:-1], -1))]
 
 
-def _finite(source: Source, values: np.ndarray) -> np.ndarray:
+def _finite(key: str, entry: Entry, dtype: np.dtype, values: np.ndarray) -> np.ndarray:
   if not np.isfinite(values).all():
-    raise ValueError(f"tensor {source.keys[0]}: has NaN or infinite values")
-  return values.astype(source.dtype)
+    raise ValueError(f"{entry.file}: tensor {key}: has NaN or infinite values")
+  return values.astype(dtype)

@@ -17,6 +17,8 @@ from moecore_jax.families import (
   qwen2_moe,
   qwen3_moe,
 )
+from moecore_jax.families.checks import check
+from moecore_jax.families.config_reader import shown
 from moecore_jax.families.keymap import KeyMap
 from moecore_jax.specs import ModelSpec
 
@@ -49,9 +51,13 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     ValueError: the model type is not supported, or a field is missing or wrong.
   """
   model_type = config.get("model_type")
-  if model_type not in _FAMILIES:
-    raise ValueError(f"config.json: model_type {model_type!r} is not one of {', '.join(NAMES)}")
-  return _FAMILIES[model_type].model_spec(config)
+  if model_type not in NAMES:
+    raise ValueError(
+      f"config.json: model_type {shown(model_type)} is not one of {', '.join(NAMES)}"
+    )
+  spec = _FAMILIES[model_type].model_spec(config)
+  check(spec)
+  return spec
 
 
 def key_map(spec: ModelSpec) -> KeyMap:

@@ -31,7 +31,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   moe = LayerSpec(latent_attention(reader), moe_block(reader, router))
   return ModelSpec(
     layers=with_dense_first(reader, moe),
-    mtp_layers=(moe,) * (config.get("num_nextn_predict_layers") or 0),
+    mtp_layers=(moe,) * reader.layers("num_nextn_predict_layers", 0),
     **reader.common(),
   )
 
@@ -45,7 +45,7 @@ def latent_attention(reader: ConfigReader) -> MLASpec:
   rope_dim = reader.whole("qk_rope_head_dim")
   return MLASpec(
     num_heads=reader.whole("num_attention_heads"),
-    q_lora_rank=reader.config.get("q_lora_rank"),
+    q_lora_rank=reader.whole("q_lora_rank") if reader.has("q_lora_rank") else None,
     kv_lora_rank=reader.whole("kv_lora_rank"),
     qk_nope_head_dim=reader.whole("qk_nope_head_dim"),
     qk_rope_head_dim=rope_dim,
@@ -59,8 +59,8 @@ def sigmoid_router(reader: ConfigReader) -> RouterSpec:
   return RouterSpec(
     num_experts=reader.whole("n_routed_experts"),
     num_experts_per_tok=reader.whole("num_experts_per_tok"),
-    num_groups=reader.config.get("n_group") or 1,
-    topk_groups=reader.config.get("topk_group") or 1,
+    num_groups=reader.whole("n_group", default=1),
+    topk_groups=reader.whole("topk_group", default=1),
     norm_topk=reader.flag("norm_topk_prob", True),
     scale=reader.number("routed_scaling_factor", 1.0),
   )
@@ -69,15 +69,13 @@ def sigmoid_router(reader: ConfigReader) -> RouterSpec:
 def moe_block(reader: ConfigReader, router: RouterSpec) -> MoESpec:
   """Reads a MoE block whose shared expert is several routed ones wide."""
   width = reader.whole("moe_intermediate_size")
-  return MoESpec(router, width, width * (reader.config.get("n_shared_experts") or 0))
+  return MoESpec(router, width, width * reader.whole("n_shared_experts", default=0, least=0))
 
 
 def with_dense_first(reader: ConfigReader, moe: LayerSpec) -> tuple[LayerSpec, ...]:
   """Returns all layers, the first `first_k_dense_replace` of them dense."""
-  num_layers, num_dense = (
-    reader.whole("num_hidden_layers"),
-    reader.config.get("first_k_dense_replace") or 0,
-  )
+  num_layers = reader.layers("num_hidden_layers")
+  num_dense = reader.layers("first_k_dense_replace", 0)
   dense = moe
   if num_dense:
     dense = LayerSpec(moe.attention, DenseSpec(reader.whole("intermediate_size")))

@@ -29,7 +29,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   moe = LayerSpec(attention, deepseek_v3.moe_block(reader, router))
   return ModelSpec(
     layers=deepseek_v3.with_dense_first(reader, moe),
-    mtp_layers=(moe,) * (config.get("num_nextn_predict_layers") or 0),
+    mtp_layers=(moe,) * reader.layers("num_nextn_predict_layers", 0),
     **reader.common(),
   )
 

@@ -51,7 +51,8 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   reader.expect("norm_topk_prob", True)
   reader.expect("attention_bias", False)
   reader.expect("num_key_value_heads", 1)
-  count, num_mtp = reader.whole("num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
+  count = reader.layers("num_hidden_layers")
+  num_mtp = reader.layers("num_nextn_predict_layers", 0)
   router = RouterSpec(
     num_experts=reader.whole("n_routed_experts"),
     num_experts_per_tok=reader.whole("num_experts_per_tok"),
@@ -80,39 +81,35 @@ def _windows(reader: ConfigReader, count: int) -> list[tuple[int, bool]]:
 
   Layers behind those that are told, of multi-token prediction, have none.
   """
-  config = reader.config
-  ratios, kinds = config.get("compress_ratios"), config.get("layer_types")
+  num_layers = reader.layers("num_hidden_layers")
+  ratios = reader.config.get("compress_ratios")
   if ratios is not None:
+    if not isinstance(ratios, list) or len(ratios) < num_layers or not all(map(_is_window, ratios)):
+      reader.refuse("compress_ratios", f"a window in tokens for each of {num_layers} layers")
     windows = [(ratio, ratio == _SPARSE_RATIO) for ratio in ratios]
   else:
-    rates = {_SLIDING: 0} | (config.get("compress_rates") or {})
-    if not kinds or not set(kinds) <= set(rates):
-      raise ValueError(
-        f"config.json: layer_types is {kinds!r}, {MODEL_TYPE} needs {_SLIDING!r} or one of "
-        f"compress_rates for each layer, or compress_ratios"
-      )
-    windows = [(rates[kind], kind == _SPARSE) for kind in kinds]
-  num_layers = reader.whole("num_hidden_layers")
-  if len(windows) < num_layers or any(type(n) is not int or n < 0 for n, _ in windows):
-    raise ValueError(
-      f"config.json: compressed windows of {[n for n, _ in windows]} tokens, {MODEL_TYPE} needs a "
-      f"whole number for each of {num_layers} layers"
-    )
+    rates = reader.nested("compress_rates")
+    known = {_SLIDING: 0} | {kind: rates.whole(kind, least=0) for kind in rates.config}
+    kinds = reader.kinds("layer_types", list(known), num_layers)
+    if kinds is None:
+      reader.refuse("layer_types", "one of compress_rates for each layer, or compress_ratios")
+    windows = [(known[kind], kind == _SPARSE) for kind in kinds]
   windows += [(0, False)] * (count - len(windows))
   return windows[:count]
 
 
+def _is_window(value: Any) -> bool:
+  return type(value) is int and 0 <= value < 2**31
+
+
 def _hashed(reader: ConfigReader, count: int, num_mtp: int) -> list[bool]:
   """Returns for each layer whether a table routes it; MTP layers come last."""
-  kinds = reader.config.get("mlp_layer_types")
+  kinds = reader.kinds("mlp_layer_types", ("hash_moe", "moe"), count)
   if kinds is None:
-    num_hash = reader.config.get("num_hash_layers") or 0
+    num_hash = reader.layers("num_hash_layers", 0)
     kinds = ["hash_moe" if i < num_hash else "moe" for i in range(count)]
-  if len(kinds) != count or not set(kinds) <= {"hash_moe", "moe"}:
-    raise ValueError(
-      f"config.json: mlp_layer_types is {kinds!r}, {MODEL_TYPE} needs 'hash_moe' or 'moe' for each "
-      f"of {count} layers"
-    )
+  if len(kinds) != count:
+    reader.refuse("mlp_layer_types", f"one for each of {count} layers")
   return [kind == "hash_moe" for kind in kinds] + [False] * num_mtp
 
 
@@ -135,21 +132,20 @@ def _attention(reader: ConfigReader, ratio: int, is_sparse: bool) -> CompressedS
 
 def _rope(reader: ConfigReader, is_compressed: bool) -> RopeSpec:
   """Reads the rotation of layers with or without compression; YaRN leaves magnitudes alone here."""
-  config = reader.config
-  nested = config.get("rope_parameters") or {}
+  config, nested = reader.config, reader.nested("rope_parameters")
   kind = "compress" if is_compressed else "main"
-  if kind in nested:
-    fields = {"rope_parameters": nested[kind]}
+  if nested.has(kind):
+    fields = {"rope_parameters": nested.nested(kind).config}
   elif is_compressed:
     fields = {"rope_theta": config.get("compress_rope_theta")} | {
       "rope_scaling": config.get("rope_scaling")
     }
   else:
     fields = {"rope_theta": config.get("rope_theta")}
-  if config.get("qk_rope_head_dim") is not None:
+  if reader.has("qk_rope_head_dim"):
     dim = reader.whole("qk_rope_head_dim")
   else:
-    dim = int(reader.whole("head_dim") * reader.number("partial_rotary_factor", 0.125))
+    dim = int(reader.whole("head_dim") * reader.number("partial_rotary_factor", 0.125, True))
   theta = 160000.0 if is_compressed else 10000.0
   rope = ConfigReader(fields, MODEL_TYPE).rope(dim, "interleaved", theta)
   yarn = rope.yarn
@@ -232,10 +228,10 @@ class _Rules(Rules):
   def moe(self, path: km.Path, prefix: str, moe: MoESpec, bank: Bank) -> None:
     super().moe(path, prefix, moe, bank)
     if moe.router.is_hash:
-      key, count = prefix + "ffn.gate.tid2eid", moe.router.num_experts
+      key = prefix + "ffn.gate.tid2eid"
       shape = (self.spec.vocab_size, moe.router.num_experts_per_tok)
-      self.dense((*path, "router", "table"), key, shape, _expert_ids(key, count))
-      self.id_tables.add(key)
+      self.dense((*path, "router", "table"), key, shape, lambda ids: ids.astype(np.int32))
+      self.id_tables[key] = moe.router.num_experts
 
   def mlp(self, target: km.Path, prefix: str, hidden: int) -> None:
     dim = self.spec.embed_dim
@@ -256,19 +252,6 @@ class _Rules(Rules):
 def _by_groups(rows: int) -> Callable[[np.ndarray], np.ndarray]:
   """Returns what maps the groups' matrices [n * rows, R], one below the other, to [n, rows, R]."""
   return lambda x: x.reshape(-1, rows, x.shape[1])
-
-
-def _expert_ids(key: str, num_experts: int) -> Callable[[np.ndarray], np.ndarray]:
-  """Returns what checks rows of a table of expert ids."""
-
-  def check(ids: np.ndarray) -> np.ndarray:
-    if ids.size and not 0 <= ids.min() <= ids.max() < num_experts:
-      raise ValueError(
-        f"tensor {key}: has expert ids {ids.min()}..{ids.max()}, expected 0..{num_experts - 1}"
-      )
-    return ids.astype(np.int32)
-
-  return check
 
 
 key_map = _Rules.build_for

@@ -24,8 +24,9 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   reader = ConfigReader(config, MODEL_TYPE)
   reader.expect("hidden_act", "silu")
   head_dim = reader.whole("head_dim")
-  parameters = config.get("rope_parameters") or {}
-  share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+  share = reader.nested("rope_parameters").number(
+    "partial_rotary_factor", reader.number("partial_rotary_factor", 0.5, True), True
+  )
   attention = GQASpec(
     num_heads=reader.whole("num_attention_heads"),
     num_kv_heads=reader.whole("num_key_value_heads"),
@@ -38,7 +39,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   moe = LayerSpec(attention, deepseek_v3.moe_block(reader, router))
   return ModelSpec(
     layers=deepseek_v3.with_dense_first(reader, moe),
-    mtp_layers=(moe,) * (config.get("num_nextn_predict_layers") or 0),
+    mtp_layers=(moe,) * reader.layers("num_nextn_predict_layers", 0),
     **reader.common(),
   )
 

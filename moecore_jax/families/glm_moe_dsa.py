@@ -38,23 +38,20 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   )
   return ModelSpec(
     layers=layers,
-    mtp_layers=(moe,) * (config.get("num_nextn_predict_layers") or 0),
+    mtp_layers=(moe,) * reader.layers("num_nextn_predict_layers", 0),
     **reader.common(),
   )
 
 
 def _shared(reader: ConfigReader) -> list[bool]:
   """Returns for each layer whether it takes the choice of an earlier one's indexer."""
-  count = reader.whole("num_hidden_layers")
-  kinds = reader.config.get("indexer_types")
+  count = reader.layers("num_hidden_layers")
+  kinds = reader.kinds("indexer_types", ("full", "shared"), count)
   if kinds is None:
-    every = reader.config.get("index_topk_freq") or 1
+    every = reader.whole("index_topk_freq", default=1)
     kinds = ["full" if i % every == 0 else "shared" for i in range(count)]
-  if len(kinds) != count or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
-    raise ValueError(
-      f"config.json: indexer_types is {kinds!r}, {MODEL_TYPE} needs 'full' or 'shared' for each of "
-      f"its {count} layers, the first 'full'"
-    )
+  if len(kinds) != count or kinds[0] != "full":
+    reader.refuse("indexer_types", f"one for each of {count} layers, the first 'full'")
   return [kind == "shared" for kind in kinds]
 
 

@@ -39,14 +39,8 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     "full_attention": full,
     "sliding_attention": dataclasses.replace(full, window=reader.whole("sliding_window")),
   }
-  count = reader.whole("num_hidden_layers")
-  kinds = config.get("layer_types") or list(reversed(attention)) * count
-  unknown = set(kinds) - set(attention)
-  if unknown or len(kinds) < count:
-    raise ValueError(
-      f"config.json: layer_types is {kinds!r}, {MODEL_TYPE} needs one of "
-      f"{' or '.join(attention)} for each layer"
-    )
+  count = reader.layers("num_hidden_layers")
+  kinds = reader.kinds("layer_types", list(attention), count) or list(reversed(attention)) * count
   router = RouterSpec(
     num_experts=reader.whole("num_local_experts"),
     num_experts_per_tok=reader.whole("num_experts_per_tok", "experts_per_token"),

@@ -42,10 +42,10 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   )
   layer = LayerSpec(attention, MoESpec(router, reader.whole("intermediate_size")))
   return ModelSpec(
-    layers=(layer,) * reader.whole("num_hidden_layers"),
+    layers=(layer,) * reader.layers("num_hidden_layers"),
     embedding_multiplier=reader.number("embedding_multiplier", 1.0),
     residual_multiplier=reader.number("residual_multiplier", 1.0),
-    logits_divisor=reader.number("logits_scaling", 1.0),
+    logits_divisor=reader.number("logits_scaling", 1.0, True),
     **reader.common(),
   )
 

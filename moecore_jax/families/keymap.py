@@ -3,7 +3,7 @@ from a shape.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -63,14 +63,14 @@ class KeyMap:
     experts: rules of the routed experts, each row once.
     skipped: published keys that are known and not needed, with the reason.
     shapes: expected shape of every source key.
-    id_tables: those of the source keys that hold whole numbers.
+    id_tables: {key: n} of the source keys that hold ids 0 .. n - 1.
   """
 
   dense: tuple[DenseRule, ...]
   experts: tuple[ExpertRule, ...]
   skipped: Mapping[str, str]
   shapes: Mapping[str, tuple[int, ...]]
-  id_tables: frozenset[str] = frozenset()
+  id_tables: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def keep(x: np.ndarray) -> np.ndarray:
@@ -93,23 +93,3 @@ def expert_arrays(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Published gate, up [F, D] and down [D, F] as (gate_up [D, 2F], down [F, D])."""
   return stack_gate_up(gate, up), down.T
-
-
-def check_sources(keymap: KeyMap, published: Iterable[str]) -> None:
-  """Checks that the published keys are exactly those that the rules consume or skip.
-
-  Raises:
-    ValueError: keys are missing or unknown; names the first few.
-  """
-  wanted, published = set(keymap.shapes), set(published)
-  missing, unknown = (
-    sorted(wanted - published),
-    sorted(published - wanted - set(keymap.skipped)),
-  )
-  problems = [
-    f"{len(keys)} {what}, e.g. {', '.join(keys[:3])}"
-    for what, keys in (("tensors are missing", missing), ("tensors are unknown", unknown))
-    if keys
-  ]
-  if problems:
-    raise ValueError(f"checkpoint does not match its config.json: {'; '.join(problems)}")

@@ -27,7 +27,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     num_kv_heads=reader.whole("num_key_value_heads"),
     head_dim=head_dim,
     rope=reader.rope(head_dim, "halves", 1e6),
-    window=config.get("sliding_window"),
+    window=reader.whole("sliding_window") if reader.has("sliding_window") else None,
   )
   router = RouterSpec(
     num_experts=reader.whole("num_local_experts"),
@@ -36,7 +36,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     bias="none",
   )
   layer = LayerSpec(attention, MoESpec(router, reader.whole("intermediate_size")))
-  return ModelSpec(layers=(layer,) * reader.whole("num_hidden_layers"), **reader.common())
+  return ModelSpec(layers=(layer,) * reader.layers("num_hidden_layers"), **reader.common())
 
 
 class _Rules(Rules):

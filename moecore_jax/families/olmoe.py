@@ -22,8 +22,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   reader = ConfigReader(config, MODEL_TYPE)
   reader.expect("hidden_act", "silu")
   reader.expect("attention_bias", False)
-  if config.get("clip_qkv") is not None:
-    raise ValueError(f"config.json: clip_qkv is {config['clip_qkv']!r}, {MODEL_TYPE} has none")
+  reader.expect("clip_qkv", None)
   head_dim = reader.head_dim()
   attention = GQASpec(
     num_heads=reader.whole("num_attention_heads"),
@@ -40,7 +39,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     bias="none",
   )
   layer = LayerSpec(attention, MoESpec(router, reader.whole("intermediate_size")))
-  return ModelSpec(layers=(layer,) * reader.whole("num_hidden_layers"), **reader.common())
+  return ModelSpec(layers=(layer,) * reader.layers("num_hidden_layers"), **reader.common())
 
 
 key_map = Rules.build_for

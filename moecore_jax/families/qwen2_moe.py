@@ -53,12 +53,18 @@ def sparse_layers(reader: ConfigReader, attention: GQASpec, moe: MoESpec) -> tup
   """Returns all layers: every `decoder_sparse_step`-th has experts, but not `mlp_only_layers`."""
   reader.expect("hidden_act", "silu")
   reader.expect("use_sliding_window", False)
-  config = reader.config
-  step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-  count = reader.whole("num_hidden_layers")
+  step, dense = reader.whole("decoder_sparse_step", default=1), _dense_layers(reader)
+  count = reader.layers("num_hidden_layers")
   is_moe = [i not in dense and (i + 1) % step == 0 for i in range(count)]
   hidden = 0 if all(is_moe) else reader.whole("intermediate_size")
   return tuple(LayerSpec(attention, moe if sparse else DenseSpec(hidden)) for sparse in is_moe)
+
+
+def _dense_layers(reader: ConfigReader) -> list[int]:
+  value = reader.config.get("mlp_only_layers")
+  if value is not None and (not isinstance(value, list) or any(type(i) is not int for i in value)):
+    reader.refuse("mlp_only_layers", "a list of whole numbers")
+  return value or []
 
 
 class _Rules(Rules):

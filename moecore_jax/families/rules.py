@@ -59,7 +59,7 @@ class Rules:
     self.expert_rules: list[km.ExpertRule] = []
     self.skipped: dict[str, str] = {}
     self.shapes: dict[str, tuple[int, ...]] = {}
-    self.id_tables: set[str] = set()
+    self.id_tables: dict[str, int] = {}
 
   @classmethod
   def build_for(cls, spec: ModelSpec) -> km.KeyMap:
@@ -84,7 +84,7 @@ class Rules:
       tuple(self.expert_rules),
       self.skipped,
       self.shapes,
-      frozenset(self.id_tables),
+      self.id_tables,
     )
 
   # Single parameters.

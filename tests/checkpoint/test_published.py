@@ -1,7 +1,10 @@
 """Published folders: what is missing, corrupt or unexpected is named before weights are read."""
 
 import json
+import os
+import pathlib
 import pickle
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +15,7 @@ from moecore_jax.checkpoint.published import PublishedCheckpoint
 from moecore_jax.testing.random_checkpoint import tiny_config, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
+ORACLES = pathlib.Path(__file__).parents[1] / "oracles"
 ROUTER = "model.layers.1.mlp.gate.weight"
 EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
 
@@ -44,6 +48,7 @@ def _refused(folder, words):
   with pytest.raises(ValueError, match=words) as e:
     PublishedCheckpoint(folder)
   assert "\n" not in str(e.value)
+  assert len(str(e.value)) < 800
 
 
 def test_shards_and_one_file_are_read_alike(tmp_path):
@@ -103,13 +108,96 @@ def test_damaged_config(single, text):
     ("hidden_size", 0, "hidden_size is 0"),
     ("hidden_size", "32", "hidden_size is '32'"),
     ("hidden_size", None, "hidden_size is None"),
-    ("rope_scaling", {"type": "yarn"}, "factor"),
-    ("rope_scaling", "yarn", "malformed"),
+    ("hidden_size", 10**30, "hidden_size is 1000"),
+    ("hidden_size", True, "hidden_size is True"),
+    ("hidden_size", "long" * 9999, "hidden_size is 'long"),
+    ("num_hidden_layers", 10**9, "whole number of 1 to 1000"),
+    ("num_nextn_predict_layers", 10**9, "whole number of 0 to 1000"),
+    ("n_routed_experts", 10**9, "describes 3000000000 experts in 4 layers"),
+    ("num_hidden_layers", 1, "no layer has routed experts"),
+    ("num_attention_heads", 33, r"shape is \(24, 12\)"),
+    ("q_lora_rank", "12", "q_lora_rank is '12'"),
+    ("q_lora_rank", 0.5, "q_lora_rank is 0.5"),
+    ("n_shared_experts", -1, "n_shared_experts is -1"),
+    ("n_group", [0] * 9999, r"n_group is \[0, 0"),
+    ("n_group", 3, "8 experts cannot be shared by 3 groups"),
+    ("topk_group", 3, "3 of 2 groups of experts cannot be chosen"),
+    ("num_experts_per_tok", 5, "a token cannot choose 5 of 4 experts"),
+    ("qk_rope_head_dim", 3, "3 components of a head cannot be rotated"),
+    ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+    ("rms_norm_eps", -1e-6, "needs a number above 0"),
+    ("routed_scaling_factor", float("inf"), "routed_scaling_factor is inf"),
+    ("routed_scaling_factor", 10**400, "routed_scaling_factor is 1000"),
+    ("eos_token_id", {"a": 1}, "needs a token id or a list of them"),
+    ("eos_token_id", [1, -1], r"eos_token_id is \[1, -1\]"),
+    ("model_type", ["deepseek_v3"], "model_type .* is not one of"),
+    ("rope_scaling", {"type": "linear"}, "rope_scaling.type is 'linear'"),
+    ("rope_scaling", {"type": "yarn"}, "rope_scaling.factor is None"),
+    ("rope_scaling", "yarn", "rope_scaling is 'yarn', deepseek_v3 needs an object"),
   ],
 )
 def test_wrong_config(single, field, value, words):
   _edit_json(single / "config.json", lambda c: c.update({field: value}))
   _refused(single, words)
+
+
+@pytest.mark.parametrize(
+  ("family", "fields", "words"),
+  [
+    ("deepseek_v4", {"compress_ratios": [4, "x"]}, "compress_ratios is"),
+    ("deepseek_v4", {"mlp_layer_types": "moe" * 99}, "mlp_layer_types is 'moemoe"),
+    ("deepseek_v4", {"num_hash_layers": None, "mlp_layer_types": [{}] * 4}, "mlp_layer_types is"),
+    ("deepseek_v4", {"o_groups": 3}, "heads cannot be shared by 3 o_groups"),
+    ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "the first 'full'"),
+    ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 0}, "index_topk_freq is 0"),
+    ("gpt_oss", {"layer_types": [["x"]] * 4}, "layer_types is"),
+    ("gpt_oss", {"num_key_value_heads": 3}, "4 heads cannot be shared by 3 key heads"),
+    ("mixtral", {"sliding_window": "8"}, "sliding_window is '8'"),
+    ("mixtral", {"head_dim": None, "num_attention_heads": 999}, "at most hidden_size of them"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    ("qwen2_moe", {"mlp_only_layers": {"0": 1}}, "needs a list of whole numbers"),
+    ("qwen2_moe", {"decoder_sparse_step": "x"}, "decoder_sparse_step is 'x'"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor is"),
+  ],
+)
+def test_wrong_config_of_a_family(tmp_path, family, fields, words):
+  config = json.loads((ORACLES / family / "config.json").read_text())
+  (tmp_path / "config.json").write_text(json.dumps(config | fields))
+  _refused(tmp_path, words)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"x": ' * 5000 + "1" + "}" * 5000, "1" * 5000])
+def test_json_that_cannot_be_parsed(sharded, name, text):
+  (sharded / name).write_text(text)
+  _refused(sharded, rf"{re.escape(name)}: is not JSON")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_field_that_is_listed_twice(sharded, name):
+  text = (sharded / name).read_text()
+  key = next(iter(json.loads(text)))
+  (sharded / name).write_text(f'{{"{key}": 1, {text[1:]}')
+  _refused(sharded, rf"{re.escape(name)}: is not JSON: '{key}' is listed twice")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop"])
+def test_what_is_no_file_is_not_read(sharded, name, kind):
+  """A pipe would be waited for, a device read for ever."""
+  file = sharded / name
+  file.unlink()
+  if kind == "pipe":
+    os.mkfifo(file)
+  else:
+    file.symlink_to("/dev/zero" if kind == "device" else name)
+  _refused(sharded, f"{name}: cannot be read|weight file '{name}' |{name}: the index .* is missing")
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b", "\ud800", "n" * 300, "n" * 9999, "a\nb"])
+def test_odd_names_of_shards(sharded, name):
+  _edit_json(sharded / INDEX, lambda i: i["weight_map"].update({ROUTER: name}))
+  _refused(sharded, "weight file|cannot be read|is missing")
 
 
 def test_no_weights(single):
@@ -211,7 +299,7 @@ def test_a_tensor_that_the_index_does_not_list(sharded):
 
 def test_a_tensor_that_its_shard_lacks(sharded):
   _edit_json(sharded / INDEX, lambda i: i["weight_map"].update({"x": "model-00001.safetensors"}))
-  _refused(sharded, r"model-00001\.safetensors: tensor x is missing")
+  _refused(sharded, r"model-00001\.safetensors: tensor 'x' is missing")
 
 
 @pytest.mark.parametrize("key", [ROUTER, EXPERT, "model.layers.3.eh_proj.weight"])

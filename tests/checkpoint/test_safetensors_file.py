@@ -65,7 +65,13 @@ HEADERS = {
   "a list": ([], b"", "not an object"),
   "no JSON": (b"{'x': 1}", b"", "header is corrupt"),
   "not UTF-8": (b'{"\xff": 1}', b"", "header is corrupt"),
-  "a key twice": (b'{"x": {}, "x": {}}', b"", "tensor x is listed twice"),
+  "nested deeply": (b'{"x": ' * 5000 + b"1" + b"}" * 5000, b"", "nested too deeply"),
+  "a long name": ({"x" * 9999: _entry(0, 4)}, b"1234", "is no name of a tensor"),
+  "a name of two lines": ({"x\ny": _entry(0, 4)}, b"1234", "'x.*y' is no name of a tensor"),
+  "a long dtype": ({"x": _entry(0, 4, dtype="F32" * 99)}, b"1234", "tensor x: .*corrupt"),
+  "many dims": ({"x": _entry(0, 4, (1,) * 99)}, b"1234", "tensor x: .*corrupt"),
+  "a huge dim": ({"x": _entry(0, 0, (0, 10**400))}, b"", "tensor x: .*corrupt"),
+  "a key twice": (b'{"x": {}, "x": {}}', b"", "'x' is listed twice"),
 }
 
 
@@ -77,6 +83,7 @@ def test_damaged_headers(tmp_path, case):
   with pytest.raises(ValueError, match=words) as e:
     safetensors_file.read_header(path)
   assert str(path) in str(e.value)
+  assert len(str(e.value)) < 500
 
 
 def test_every_truncation_is_found(file):

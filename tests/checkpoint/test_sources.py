@@ -13,7 +13,13 @@ from moecore_jax.checkpoint.safetensors_file import read_header
 from moecore_jax.families import gpt_oss
 from moecore_jax.testing.random_checkpoint import write_checkpoint
 
-NAMES = {"float32": "F32", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8"}
+NAMES = {
+  "float32": "F32",
+  "float8_e4m3fn": "F8_E4M3",
+  "float8_e8m0fnu": "F8_E8M0",
+  "uint8": "U8",
+  "int64": "I64",
+}
 FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
 RNG = np.random.default_rng(0)
 
@@ -92,6 +98,13 @@ def test_fused_float4_experts(tmp_path):
     ({"x.weight": floats8((4, 4))}, r"dtype is F8_E4M3, .* and x\.scale"),
     ({"x.weight": floats8((4, 4)), "x.weight_scale_inv": np.ones((1, 2), np.float32)}, "shape is"),
     ({"x.weight": np.zeros((4, 16), np.uint8), "x.scale": np.ones((4, 1), np.float32)}, "dtype is"),
+    (
+      {"x.weight": floats8((4, 4)), "x.weight_scale_inv": exponents((1, 1))},
+      "F8_E8M0, expected F32",
+    ),
+    ({"x.weight": floats8(4), "x.scale": exponents(1)}, r"shape is \(4,\), expected a matrix"),
+    ({"x.weight": np.zeros((4, 24), np.uint8), "x.scale": exponents((4, 1))}, "multiple of 16"),
+    ({"x.weight": np.zeros((), np.uint8), "x.scale": exponents((1, 1))}, "expected a matrix"),
   ],
 )
 def test_scales_that_do_not_fit_are_refused(tmp_path, tensors, words):
@@ -106,7 +119,16 @@ def test_not_a_number_is_refused(tmp_path):
   tensors = {"x.weight": values, "x.weight_scale_inv": np.ones((1, 1), np.float32)}
   source = sources.find("x.weight", write(tmp_path / "t.safetensors", tensors))
   source.read(2, 4)
-  with pytest.raises(ValueError, match=r"x\.weight: has NaN"):
+  with pytest.raises(ValueError, match=r"t\.safetensors: tensor x\.weight: has NaN"):
+    source.read()
+
+
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_ids_out_of_range_are_refused(tmp_path, wrong):
+  ids = np.array([[0, 7], [3, 2], [wrong, 1]])
+  source = sources.find("x", write(tmp_path / "t.safetensors", {"x": ids}), 8)
+  np.testing.assert_array_equal(source.read(0, 2), ids[:2])
+  with pytest.raises(ValueError, match=rf"t\.safetensors: tensor x: has ids .*{wrong}"):
     source.read()
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from checkpoints_convert import convert as convert_lib
 from checkpoints_convert.convert import convert
 from moecore_jax import checkpoint
 from moecore_jax.checkpoint import assemble, store, writer
+from moecore_jax.checkpoint.published import INDEX_FILE
 from moecore_jax.cli import main
 from moecore_jax.testing.random_checkpoint import tiny_config, write_checkpoint
 
@@ -326,6 +328,68 @@ def test_the_verb_refuses_wrong_input(source, tmp_path, capsys, arguments, words
   assert out == ""
   assert len(err.splitlines()) == 1
   assert words in err
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+EXPERT = "model.layers.2.mlp.experts.3.down_proj.weight"
+
+
+def _shard_of(folder, key):
+  return folder / json.loads((folder / INDEX_FILE).read_text())["weight_map"][key]
+
+
+def _damage(folder, kind):
+  """Puts a fault in a published folder; returns the file that is at fault."""
+  file = _shard_of(folder, EXPERT)
+  tensors = safetensors.numpy.load_file(file)
+  index = json.loads((folder / INDEX_FILE).read_text())
+  expert = tensors[EXPERT]
+  if kind == "truncated":
+    file.write_bytes(file.read_bytes()[:-1])
+    return file
+  if kind == "pickled":
+    file.write_bytes(pickle.dumps(dict(tensors)))
+    return file
+  if kind == "path-escaping":
+    index["weight_map"][EXPERT] = "../outside.safetensors"
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    return folder
+  if kind == "missing":
+    del tensors[EXPERT]
+  elif kind == "extra":
+    tensors["extra"], index["weight_map"]["extra"] = expert, file.name
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+  else:
+    tensors[EXPERT] = {
+      "wrong": expert.astype(np.int32),
+      "NaN": expert * np.float32(np.nan),
+      "mis-shaped": np.ascontiguousarray(expert.T),
+    }[kind]
+  safetensors.numpy.save_file(tensors, file)
+  return file
+
+
+DAMAGES = {
+  "wrong": f"{{file}}: tensor {EXPERT}: dtype is I32, expected F32",
+  "missing": f"{{file}}: tensor '{EXPERT}' is missing, the index says it is there",
+  "extra": "1 tensors are unknown, e.g. extra in {file.name}",
+  "truncated": "{file}: the file is truncated",
+  "NaN": f"{{file}}: tensor {EXPERT}: has NaN or infinite values",
+  "mis-shaped": f"{{file}}: tensor {EXPERT}: shape is (16, 32), config.json expects (32, 16)",
+  "path-escaping": "{file}: weight file '../outside.safetensors' is outside the checkpoint folder",
+  "pickled": "{file}: is a pickle, which is never read",
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_verb_refuses_damaged_checkpoints(source, tmp_path, capsys, kind):
+  """Exit code 2, one sentence that names file and tensor, and nothing is written."""
+  file = _damage(source, kind)
+  before = sorted(tmp_path.rglob("*"))
+  assert main.main(["convert", f"--input={source}", f"--output={tmp_path / 'out'}"]) == 2
+  (*_, sentence) = capsys.readouterr().err.splitlines()
+  assert sentence.startswith("moecore convert: ")
+  assert DAMAGES[kind].format(file=file) in sentence
   assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from moecore_jax import checkpoint
 from moecore_jax.checkpoint import assemble, store, writer
 from moecore_jax.checkpoint.published import INDEX_FILE
 from moecore_jax.cli import main
+from moecore_jax.config import RunConfig
+from moecore_jax.runtime.engine import Engine
 from moecore_jax.testing.random_checkpoint import tiny_config, write_checkpoint
 
 
@@ -138,6 +141,24 @@ def test_a_write_that_does_not_read_back_leaves_nothing(source, tmp_path, monkey
   with pytest.raises(ValueError, match=r"experts\.0/000000: array down: its checksum is wrong"):
     convert(str(source), str(tmp_path / "out"), show_progress=False)
   assert _names(tmp_path) == ["source"]
+
+
+def test_quantised_weights_are_those_of_the_published_folder(source, tmp_path):
+  """Experts are stored in w4a8, other weights as published: these are quantised once loaded."""
+  (source / "tokenizer.json").unlink()
+  out = tmp_path / "out"
+  convert(str(source), str(out), expert_format="w4a8", show_progress=False)
+  config = RunConfig()
+  config.engine.context_tokens = 128
+  config.engine.expert_format, config.engine.dense_format = "w4a8", "w8a8"
+  engines = [Engine.from_checkpoint(str(folder), config) for folder in (out, source)]
+  arrays = [jax.tree.leaves_with_path((engine.params, engine.banks)) for engine in engines]
+  assert any("words" in str(path) for path, _ in arrays[0])
+  for (path, got), (_, want) in zip(*arrays, strict=True):
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want, err_msg=str(path))
+  for piece in store.StoredCheckpoint(out).dense_pieces():
+    assert piece.array.dtype == np.float32
 
 
 @pytest.fixture

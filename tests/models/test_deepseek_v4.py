@@ -54,8 +54,8 @@ def test_both_spellings_of_the_config_are_one_model():
   [
     ("config.json", {"layer_types": ["full_attention"] * 4}, "layer_types is"),
     ("config.json", {"mlp_layer_types": ["moe"]}, "mlp_layer_types is"),
-    ("config_public.json", {"compress_ratios": [0, 4]}, "windows of .* 4 layers"),
-    ("config_public.json", {"compress_ratios": [0, 4, "8", 4]}, "windows of"),
+    ("config_public.json", {"compress_ratios": [0, 4]}, "a window .* 4 layers"),
+    ("config_public.json", {"compress_ratios": [0, 4, "8", 4]}, "a window in tokens"),
     ("config_public.json", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
   ],
 )

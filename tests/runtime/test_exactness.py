@@ -74,9 +74,9 @@ def every_count(spec) -> tuple[int, ...]:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "batch"), list(zip(POLICIES, (4, 1) * 3, strict=True)))
 def test_policies_and_slots(policy, batch):
+  """With the other batch size, each policy runs on the demo model."""
   engine = engine_spec(batch, layer_loop="scanned")
   wanted = run(FIVE_LAYERS, "static", 16, engine)
   assert_same(run(FIVE_LAYERS, policy, every_count(FIVE_LAYERS), engine), wanted)
@@ -114,13 +114,15 @@ def test_formats_and_loops(options):
     assert_same(run(SPEC, "rhac", 2, engine), run(SPEC, "static", 16, engine))
 
 
-# Every count, input, placement, loop and batch occurs, with profiles and without; the full product
-# is slow.
+# Every count but the demo's 1, input, placement, loop and batch occurs, with profiles and without;
+# the full product is slow.
 PREFETCHES = [
-  ("rhac", 4, 1, PrefetchSpec(1), True),
   ("rhac", 1, 4, PrefetchSpec(2), False),
   ("lru", 3, 4, PrefetchSpec(4, predictor_input="renorm"), True),
   ("static", 4, 1, PrefetchSpec(2, placement="slot"), True),
+]
+MORE_PREFETCHES = [
+  ("rhac", 4, 1, PrefetchSpec(1), True),
   ("rhac", (2, 16, 3), 4, PrefetchSpec(1, min_useful_frac=0.6, useful_decay=0.5), False),
 ]
 DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
@@ -133,6 +135,20 @@ DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
   ids=lambda value: str(value)[:40],
 )
 def test_prefetch(policy, slots, batch, prefetch, has_profiles):
+  check_prefetch(policy, slots, batch, prefetch, has_profiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("policy", "slots", "batch", "prefetch", "has_profiles"),
+  MORE_PREFETCHES,
+  ids=lambda value: str(value)[:40],
+)
+def test_more_prefetches(policy, slots, batch, prefetch, has_profiles):
+  check_prefetch(policy, slots, batch, prefetch, has_profiles)
+
+
+def check_prefetch(policy, slots, batch, prefetch, has_profiles):
   engine = engine_spec(batch, layer_loop="scanned" if batch == 4 else "unrolled")
   wanted = run(DEEPER, "static", 16, engine)
   got = run(DEEPER, policy, slots, engine, prefetch=prefetch, has_profiles=has_profiles)

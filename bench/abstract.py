@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from moecore_jax import memory
 from moecore_jax.checkpoint.template import bank_template, dense_template
+from moecore_jax.runtime.compilation import COMPILER_OPTIONS
 from moecore_jax.runtime.decode import jit_decode_step
 from moecore_jax.runtime.prefill import Chunk, jit_prefill_chunk
 from moecore_jax.runtime.program import Program, by_segment, make_program, staging_thresholds
@@ -50,9 +51,10 @@ class Programs:
 
   def jitted(self, name: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jitted function of a program and its arguments."""
+    options = COMPILER_OPTIONS.get(self._device.platform, ())
     args = (self.program, self.params, self.banks, self.state)
     if name == "decode":
-      return jit_decode_step, args
+      return jit_decode_step(options), args
     kind, _, length = name.partition("_")
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((int(length),), jnp.int32)
@@ -60,7 +62,7 @@ class Programs:
     staged: tuple[int, ...] = ()
     if kind == "staged":
       staged = staged_segments(self.program, self._residency, int(length))
-    return jit_prefill_chunk, (*args, chunk, False, staged)
+    return jit_prefill_chunk(options), (*args, chunk, False, staged)
 
   def _placed(self, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: _on(leaf, self._device), tree)

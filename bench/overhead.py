@@ -163,7 +163,7 @@ class Contest:
   def call(self, name: str) -> Any:
     """Queues one step of `name`; returns its output."""
     engine = self._engine
-    self._states[name], out = jit_decode_step(
+    self._states[name], out = jit_decode_step()(
       engine.program, engine.params, engine.banks, self._states[name], self.functions[name]
     )
     return out

@@ -4,12 +4,14 @@ and samples.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.runtime import stack
+from moecore_jax.runtime.compilation import CompilerOptions
 from moecore_jax.runtime.program import Params, Program
 from moecore_jax.runtime.sampling import sample
 from moecore_jax.runtime.state import DECODE, DecodeState, StepOut
@@ -76,4 +78,9 @@ def decode_step(
   )
 
 
-jit_decode_step = functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=3)(decode_step)
+@functools.cache
+def jit_decode_step(options: CompilerOptions = ()) -> Callable[..., tuple[DecodeState, StepOut]]:
+  """Returns the compiled decode step; equal options share it and its programs."""
+  return jax.jit(
+    decode_step, static_argnums=(0, 4), donate_argnums=3, compiler_options=dict(options)
+  )

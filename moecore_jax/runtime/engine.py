@@ -26,7 +26,7 @@ from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays, expert_bytes
 from moecore_jax.models.quantized import quantize_layers
 from moecore_jax.residency.profiles import ProfileSet
-from moecore_jax.runtime import plan
+from moecore_jax.runtime import compilation, plan
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.runtime import state as state_lib
 from moecore_jax.runtime.decode import jit_decode_step
@@ -125,6 +125,8 @@ class Engine:
     layers = program_lib.by_segment(self.program, params["layers"], _stack)
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
+    options = compilation.accepted_options(default_device().platform)
+    self._decode_step, self._prefill_chunk = jit_decode_step(options), jit_prefill_chunk(options)
     self._thresholds = program_lib.staging_thresholds(self.program, residency)
     self.state: DecodeState = _committed(
       jax.jit(state_lib.init_state, static_argnums=(0, 1))(self.program, residency)
@@ -236,7 +238,7 @@ class Engine:
 
   def decode_step(self) -> StepOut:
     """Decodes one token in every active row; the outputs stay on the device until read."""
-    self.state, out = jit_decode_step(self.program, self.params, self.banks, self.state)
+    self.state, out = self._decode_step(self.program, self.params, self.banks, self.state)
     if self._recorder is not None:
       self._recorder.on_decode(self._num_calls, out)
     self._num_calls += 1
@@ -274,7 +276,7 @@ class Engine:
     scalars: Any = map(np.int32, (len(piece), row, offset, max_new_tokens))
     padded: Any = np.pad(piece, (0, bucket - len(piece)))
     chunk = Chunk(padded, *scalars)
-    self.state, out = jit_prefill_chunk(
+    self.state, out = self._prefill_chunk(
       self.program, self.params, self.banks, self.state, chunk, all_logits, staged
     )
     if self._recorder is not None:

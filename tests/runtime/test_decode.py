@@ -39,11 +39,11 @@ def test_one_compilation_over_two_hundred_steps():
   engine = make_engine(context=256)
   engine.prefill(0, [1, 2, 3], 250)
   engine.decode_step()
-  before = jit_decode_step._cache_size()
+  before = jit_decode_step()._cache_size()
   for _ in range(200):
     out = engine.decode_step()
   assert bool(out.was_active[0])
-  assert jit_decode_step._cache_size() == before
+  assert jit_decode_step()._cache_size() == before
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -144,14 +144,14 @@ def test_pool_content_is_an_argument_not_a_constant():
   engine = make_engine("static", 16)
   engine.prefill(0, [1, 2, 3], 30)
   engine.decode_step()
-  before = jit_decode_step._cache_size()
+  before = jit_decode_step()._cache_size()
   kept = jax.tree.map(jnp.copy, engine.state)
   (group,) = kept.groups
   pool = {name: array * 2 for name, array in group.pool.items()}
   wanted = np.asarray(engine.decode_step().logits)
   engine.state = dataclasses.replace(kept, groups=(dataclasses.replace(group, pool=pool),))
   assert not np.array_equal(np.asarray(engine.decode_step().logits), wanted)
-  assert jit_decode_step._cache_size() == before
+  assert jit_decode_step()._cache_size() == before
 
 
 def test_a_step_in_flight_does_not_see_later_refills():
@@ -195,5 +195,5 @@ def test_one_program_serves_every_allocation_of_the_same_total():
     table = np.asarray(engine.state.groups[0].tables.expert_to_slot)
     assert set(table[0][table[0] >= 0]) <= set(range(slots[0]))
     assert set(table[1][table[1] >= 0]) <= set(range(slots[0], 10))
-    sizes.append(jit_decode_step._cache_size())
+    sizes.append(jit_decode_step()._cache_size())
   assert sizes[0] == sizes[1]

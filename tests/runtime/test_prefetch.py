@@ -98,12 +98,12 @@ def test_a_layer_with_wrong_predictions_stops_and_resumes_without_a_new_program(
   engine.release(1)  # what one row is wrongly thought to need the other might
   first = advanced(engine, STEPS)
   assert first["prefetches"][1] > 0 and first["useful_prefetches"][1] == 0
-  compilations = jit_decode_step._cache_size()
+  compilations = jit_decode_step()._cache_size()
   assert advanced(engine, STEPS)["prefetches"][1] == 0  # and is scored in the shadow meanwhile
   engine.params = tiny.make_engine(right, engine.residency, ENGINE).params
   later = advanced(engine, STEPS)
   assert later["useful_prefetches"][1] == later["prefetches"][1] > 0
-  assert jit_decode_step._cache_size() == compilations
+  assert jit_decode_step()._cache_size() == compilations
 
 
 def test_what_a_copy_displaces_at_once_is_counted(model):

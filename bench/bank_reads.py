@@ -195,17 +195,9 @@ def host_compute_ops(module: hlo.Module) -> int:
   A fusion counts once. What hands host memory on (parameters, tuples, bitcasts, loops) is no
   computation.
   """
-  fused = {
-    name
-    for computation in module.computations.values()
-    for instruction in computation.instructions.values()
-    if instruction.opcode.startswith("fusion")
-    for name in instruction.called
-  }
   return sum(
     _is_host_compute(instruction)
-    for computation in module.computations.values()
-    if not computation.is_host and computation.name not in fused
+    for computation in module.scheduled
     for instruction in computation.instructions.values()
   )
 

@@ -106,6 +106,18 @@ class Module:
     start = self.header.index("entry_computation_layout={(") + len("entry_computation_layout={")
     return tuple(_split(self.header[start + 1 : _closing(self.header, start)]))
 
+  @functools.cached_property
+  def scheduled(self) -> tuple[Computation, ...]:
+    """Computations whose instructions run one by one on the device: no fusion, not on the host."""
+    fused = {
+      name
+      for computation in self.computations.values()
+      for instruction in computation.instructions.values()
+      if instruction.opcode.startswith("fusion")
+      for name in instruction.called
+    }
+    return tuple(c for c in self.computations.values() if c.name not in fused and not c.is_host)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:

@@ -2,7 +2,6 @@
 policy, the slots, the batch, the format and the loop over layers."""
 
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -116,7 +115,7 @@ def test_formats_and_loops(options):
 
 
 # Every count but the demo's 1, input, placement, loop and batch occurs, with profiles and without;
-# the full product is slow.
+# test_exactness_product.py has the full product.
 PREFETCHES = [
   ("rhac", 1, 4, PrefetchSpec(2), False),
   ("lru", 3, 4, PrefetchSpec(4, predictor_input="renorm"), True),
@@ -154,23 +153,6 @@ def check_prefetch(policy, slots, batch, prefetch, has_profiles):
   wanted = run(DEEPER, "static", 16, engine)
   got = run(DEEPER, policy, slots, engine, prefetch=prefetch, has_profiles=has_profiles)
   assert_same(got, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["in_flight", "slot"])
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("slots", [(1, 2, 4), (3, 16, 2)], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prefetch_full_product(policy, count, slots, batch, placement):
-  """Each layer has each number of slots in turn, with profiles and without: one compilation."""
-  engine = engine_spec(batch, layer_loop="scanned")
-  prefetch = PrefetchSpec(count, placement=placement)
-  wanted = run(DEEPER, "static", 16, engine)
-  for turn, has_profiles in itertools.product(range(len(slots)), (False, True)):
-    turned = slots[turn:] + slots[:turn]
-    got = run(DEEPER, policy, turned, engine, prefetch=prefetch, has_profiles=has_profiles)
-    assert_same(got, wanted)
 
 
 def test_group_limited_routing():

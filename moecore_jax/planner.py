@@ -29,6 +29,12 @@ MAX_BATCH = 1024
 _INT32_BYTES = 4
 
 
+SLOTS_FIELD = "residency.slots_per_layer"
+"""Config field of the slots of every layer, which other fields outrank."""
+ALL_RESIDENT_FIELD = "residency.all_resident"
+"""One of those."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertPool:
   """Experts of one shape and the layers that have them.
@@ -198,15 +204,15 @@ def with_context(settings: Settings, tokens: int) -> Settings:
   return dataclasses.replace(settings, context_tokens=tokens, chunk_tokens=chunk)
 
 
-def frees(demand: Demand, settings: Settings) -> dict[str, int]:
+def frees(demand: Demand, settings: Settings, slots_field: str = SLOTS_FIELD) -> dict[str, int]:
   """Returns the bytes that each setting frees, by what is done to it.
 
-  Settings that free nothing are left out.
+  Settings that free nothing are left out. `slots_field` is the config field that gives the slots.
   """
   step, ring = demand.context_step, settings.ring_layers
   slots = settings.slots if ring else tuple(max(1, k - 1) for k in settings.slots)
   changes: dict[str, dict[str, Any]] = {
-    "residency.slots_per_layer: one slot less in every layer": {"slots": slots},
+    f"{slots_field}: one slot less in every layer": {"slots": slots},
     f"engine.context_tokens: {step} less": {
       "context_tokens": max(step, settings.context_tokens - step)
     },
@@ -226,7 +232,9 @@ def frees(demand: Demand, settings: Settings) -> dict[str, int]:
   return {name: size for name, size in freed.items() if size}
 
 
-def refusal(demand: Demand, settings: Settings, budget_bytes: int) -> str:
+def refusal(
+  demand: Demand, settings: Settings, budget_bytes: int, slots_field: str = SLOTS_FIELD
+) -> str:
   """Says in one sentence what does not fit and what would, "" if everything fits."""
   parts = regions(demand, settings)
   needed = sum(parts.values())
@@ -234,8 +242,11 @@ def refusal(demand: Demand, settings: Settings, budget_bytes: int) -> str:
     return ""
   listed = ", ".join(f"{name} {show(size)}" for name, size in parts.items() if size)
   ways = []
-  if not settings.ring_layers and (slots := most_uniform_slots(demand, settings, budget_bytes)):
-    ways.append(f"residency.slots_per_layer to {slots}")
+  if slots_field == ALL_RESIDENT_FIELD:  # what needs room without it is not known here
+    ways.append(f"{ALL_RESIDENT_FIELD} to False and fewer slots")
+  elif not settings.ring_layers and (slots := most_uniform_slots(demand, settings, budget_bytes)):
+    instead = "" if slots_field == SLOTS_FIELD else f" without {slots_field}"
+    ways.append(f"{SLOTS_FIELD} to {slots}{instead}")
   if tokens := longest_context(demand, settings, budget_bytes):
     ways.append(f"engine.context_tokens to {tokens}")
   if rows := largest_batch(demand, settings, budget_bytes):

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
   config = values.config
   model = read_model(config)
   residency, engine, device = plan.freeze(config, model)
-  result = plan.make_plan(model, residency, engine, device).to_dict()
+  result = plan.make_plan(model, residency, engine, device, plan.slots_field(config)).to_dict()
   if values.calibrate:
     result["calibration"] = calibrate.calibrate(model, residency, engine)
   if values.json:

@@ -44,6 +44,7 @@ class Plan:
     budget_bytes: device memory that may be filled; 0: not known, no limit.
     bank_bytes: pinned host memory that all experts need, those of MTP layers included.
     host_budget_bytes: host memory that may be used; 0: no limit.
+    slots_field: config field that gives the slots.
   """
 
   demand: planner.Demand
@@ -51,6 +52,7 @@ class Plan:
   budget_bytes: int
   bank_bytes: int
   host_budget_bytes: int
+  slots_field: str = planner.SLOTS_FIELD
 
   @property
   def refusal(self) -> str:
@@ -61,7 +63,8 @@ class Plan:
         f"device.host_memory_bytes allows {planner.show(self.host_budget_bytes)}; raise it, or "
         "choose a narrower engine.expert_format"
       )
-    return planner.refusal(self.demand, self.settings, self.budget_bytes or _UNLIMITED)
+    budget = self.budget_bytes or _UNLIMITED
+    return planner.refusal(self.demand, self.settings, budget, self.slots_field)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the plan in JSON types."""
@@ -75,16 +78,20 @@ class Plan:
       "most_uniform_slots": planner.most_uniform_slots(demand, settings, budget),
       "longest_context_tokens": planner.longest_context(demand, settings, budget),
       "largest_batch": planner.largest_batch(demand, settings, budget),
-      "frees_bytes": planner.frees(demand, settings),
+      "frees_bytes": planner.frees(demand, settings, self.slots_field),
       "expert_bank_bytes": self.bank_bytes,
       "host_budget_bytes": self.host_budget_bytes or None,
     }
 
 
 def make_plan(
-  model: ModelSpec, residency: ResidencySpec, engine: EngineSpec, device: DeviceSpec
+  model: ModelSpec,
+  residency: ResidencySpec,
+  engine: EngineSpec,
+  device: DeviceSpec,
+  slots_field: str = planner.SLOTS_FIELD,
 ) -> Plan:
-  """Plans the memory of an engine on a device."""
+  """Plans the memory of an engine on a device; `slots_field` is what the slots come from."""
   state, wider = (
     _state(model, residency, dataclasses.replace(engine, batch_size=rows))
     for rows in (engine.batch_size, engine.batch_size + 1)
@@ -139,7 +146,9 @@ def make_plan(
     group.num_rows * expert_bytes(group, fmt)
     for group in (*model.expert_groups, *model.mtp_expert_groups)
   )
-  return Plan(demand, settings, _budget_bytes(device), bank_bytes, device.host_memory_bytes)
+  return Plan(
+    demand, settings, _budget_bytes(device), bank_bytes, device.host_memory_bytes, slots_field
+  )
 
 
 def freeze(
@@ -151,9 +160,17 @@ def freeze(
     ValueError: a field is wrong, or memory is not enough; with the bytes by region.
   """
   specs = config.freeze(model, fingerprint)
-  if refusal := make_plan(model, *specs).refusal:
+  if refusal := make_plan(model, *specs, slots_field(config)).refusal:
     raise ValueError(refusal)
   return specs
+
+
+def slots_field(config: RunConfig) -> str:
+  """Returns the name of the field that gives the slots."""
+  for name in ("all_resident", "allocation", "slots"):
+    if getattr(config.residency, name):
+      return f"residency.{name}"
+  return planner.SLOTS_FIELD
 
 
 class DenseCosts(NamedTuple):

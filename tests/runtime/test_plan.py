@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -99,6 +100,21 @@ def test_a_config_that_does_not_fit_is_refused_before_loading(monkeypatch):
     config.residency.slots_per_layer = slots + more
     plan = plan_lib.make_plan(spec, *config.freeze(spec))
     assert bool(plan.refusal) == bool(more)
+
+
+def test_a_refusal_names_the_field_that_outranks_the_one_to_set():
+  spec = checkpoint.read_spec(DEMO)
+  config = moecore.load_config("configs/demo.py", ("device.memory_bytes=16000000",))
+  config.residency.slots = (12,) * 8
+  words = r"slots_per_layer to (\d+) without residency\.slots"
+  with pytest.raises(ValueError, match=words) as error:
+    plan_lib.freeze(config, spec)
+  config.residency.slots_per_layer = int(re.search(words, str(error.value)).group(1))
+  config.residency.slots = ()
+  plan_lib.freeze(config, spec)
+  config.residency.all_resident = True
+  with pytest.raises(ValueError, match=r"set residency\.all_resident to False and fewer slots"):
+    plan_lib.freeze(config, spec)
 
 
 def test_a_bank_that_does_not_fit_the_host_is_refused():

@@ -14,12 +14,15 @@ from moecore_jax.evaluation.results import write_atomic
 from moecore_jax.reporting import table
 
 ABOUT = """Replays a routing trace through slots, without a model, and prints hit rates: of the
-policy, of LRU and of Belady, which knows the future and bounds them all. `closed` is the share of
-the way from LRU to Belady that the policy goes, `regret` the hit rate that Belady has before it.
+policy, of LRU and of Belady, which knows the future and bounds all policies that load what they
+miss (`static`, once full, does not). `closed` is the share of the way from LRU to Belady that the
+policy goes, `regret` the hit rate that Belady has before it.
 
 The cache starts cold; every token counts as a generated one. Traces are files of this package or of
-other tools, told apart by content: npz archives of experts, offsets and weights or probs, and lines
-of routing choices (CSV, gzipped or not).
+other tools, told apart by content: npz archives of experts [T, L, A], offsets [S + 1] and weights
+or probs [T, L, A]; and CSV, gzipped or not, of one routing choice a line, its columns (turn, phase:
+0 prefill, 1 decode, step, layer, slot, expert, weight) named in the first line, behind a line such
+as `# n_expert=64 n_expert_used=8`.
 """
 _POLICIES = ("rhac", "lru", "lfu", "fifo", "random", "static", "belady")
 

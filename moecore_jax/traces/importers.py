@@ -40,10 +40,10 @@ def load_any(path: str | os.PathLike[str], num_experts: int | None = None) -> Tr
   with open(path, "rb") as file:
     is_archive = file.read(2) == b"PK"
   if not is_archive:
-    return _from_csv(path)
+    return _of_count(_from_csv(path, num_experts), num_experts, path)
   arrays = trace_file.read_npz(path)
   if "version" in arrays:
-    return trace_file.from_arrays(arrays, str(path))
+    return _of_count(trace_file.from_arrays(arrays, str(path)), num_experts, path)
   weights = arrays.get("weights", arrays.get("probs"))
   if weights is None or not {"experts", "offsets"} <= set(arrays):
     raise ValueError(
@@ -67,7 +67,7 @@ def _from_arrays(
   largest = int(experts.max())
   if experts.min() < 0 or largest >= NO_EXPERT:
     raise ValueError(f"{source}: experts has {experts.min()}..{largest}, expected 0..65534")
-  count = num_experts or -(-(largest + 1) // _ROUNDING) * _ROUNDING
+  count = num_experts or _round_up(largest)
   return _checked(
     source,
     experts=experts.astype(np.uint16),
@@ -80,7 +80,17 @@ def _from_arrays(
   )
 
 
-def _from_csv(path: str | os.PathLike[str]) -> Trace:
+def _of_count(trace: Trace, num_experts: int | None, path: str | os.PathLike[str]) -> Trace:
+  """Returns the trace, if its layers have as many experts as they are said to have."""
+  if num_experts and (trace.num_experts != num_experts).any():
+    told = ", ".join(map(str, np.unique(trace.num_experts)))
+    raise ValueError(
+      f"{path}: tells {told} experts a layer, not {num_experts}; leave the number out"
+    )
+  return trace
+
+
+def _from_csv(path: str | os.PathLike[str], num_experts: int | None) -> Trace:
   header: dict[str, str] = {}
   layer_bytes: dict[int, int] = {}
   rows = []
@@ -96,8 +106,9 @@ def _from_csv(path: str | os.PathLike[str]) -> Trace:
     reader = csv.DictReader(rows)
     if not {*_COLUMNS} <= set(reader.fieldnames or ()):
       raise ValueError(f"expected the columns {', '.join(_COLUMNS)}")
-    table = np.array([[float(row[name]) for name in _COLUMNS] for row in reader])
-    num_experts, top_k = (int(header[name]) for name in ("n_expert", "n_expert_used"))
+    table = np.array([_numbers(row, number) for number, row in enumerate(reader, 1)])
+    top_k = int(header["n_expert_used"])
+    told = int(header["n_expert"]) if "n_expert" in header else num_experts
   except KeyError as error:
     raise ValueError(f"{path}: its header has no {error.args[0]}=") from error
   except (TypeError, ValueError) as error:
@@ -115,19 +126,34 @@ def _from_csv(path: str | os.PathLike[str]) -> Trace:
   if len(np.unique(np.ravel_multi_index(place, shape))) < len(rank):
     raise ValueError(f"{path}: tells a slot of a token and layer twice")
   experts[place], weights[place] = expert, table[:, 6]
-  if experts.max() > NO_EXPERT:
-    raise ValueError(f"{path}: has an expert {experts.max()}, expected less than {num_experts}")
+  if expert.max() >= NO_EXPERT:
+    raise ValueError(f"{path}: has an expert {expert.max()}, expected 0..{NO_EXPERT - 1}")
   return _checked(
     str(path),
     experts=experts.astype(np.uint16),
     weights=weights,
     sequence_offsets=np.searchsorted(turns, [*np.unique(turns), turns[-1] + 1]),
     phase=phases.astype(np.uint8),
-    num_experts=np.full(len(layers), num_experts, np.int32),
+    num_experts=np.full(len(layers), told or _round_up(int(expert.max())), np.int32),
     top_k=np.full(len(layers), top_k, np.int32),
     expert_bytes=np.array([layer_bytes.get(int(i), 0) for i in layers], np.int64),
     meta={"model": header["model"]} if "model" in header else {},
   )
+
+
+def _numbers(row: dict[str, str], number: int) -> list[float]:
+  """Returns the columns of a choice, the `number`th of the file."""
+  for name in _COLUMNS:
+    try:
+      float(row[name])
+    except (TypeError, ValueError):
+      raise ValueError(f"{name} of choice {number} is {row[name]!r}, expected a number") from None
+  return [float(row[name]) for name in _COLUMNS]
+
+
+def _round_up(largest: int) -> int:
+  """Returns the number of experts where only the largest id is known."""
+  return -(-(largest + 1) // _ROUNDING) * _ROUNDING
 
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[str]:

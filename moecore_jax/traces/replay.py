@@ -344,7 +344,7 @@ def _check_slots(trace: Trace, slots: np.ndarray, counting: Counting) -> None:
   for layer, (low, high) in enumerate(zip(lowest, trace.num_experts, strict=True)):
     for count in slots[:, layer]:
       if not low <= count <= high:
-        hint = "; with fewer, count sequentially" if count < low > 1 else ""
+        hint = "; with fewer, count sequentially" if 1 <= count < low else ""
         raise ValueError(f"slots of layer {layer} is {count}, expected {low}..{high}{hint}")
 
 

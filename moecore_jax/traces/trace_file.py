@@ -75,7 +75,7 @@ def from_arrays(arrays: dict[str, np.ndarray], source: str) -> Trace:
       f"{source}: has no {', '.join(missing)}, expected a trace of version {VERSION}"
     )
   if arrays["version"].shape or arrays["version"] != VERSION:
-    raise ValueError(f"{source}: version is {arrays['version']}, expected {VERSION}")
+    raise ValueError(f"{source}: version is {arrays['version'].tolist()!r}, expected {VERSION}")
   names = [f"event_{field.name}" for field in dataclasses.fields(Events)]
   events = [arrays[name] for name in names if name in arrays]
   if events and len(events) < len(names):
@@ -116,4 +116,7 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def _json(arrays: dict[str, np.ndarray], name: str) -> Any:
-  return json.loads(str(arrays[name])) if name in arrays else None
+  try:
+    return json.loads(str(arrays[name])) if name in arrays else None
+  except ValueError as error:
+    raise ValueError(f"{name} is no JSON: {error}") from error

@@ -86,6 +86,21 @@ def test_too_few_experts(tmp_path):
     load_any(tmp_path / "a.npz", num_experts=10)
 
 
+@pytest.mark.parametrize(("num_experts", "expected"), [(None, 8), (7, 7)])
+def test_lines_that_do_not_tell_the_experts(num_experts, expected, tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_text(HEADER.replace("n_expert=6 ", "") + COLUMNS + ROWS)
+  assert load_any(path, num_experts).num_experts.tolist() == [expected] * 2
+
+
+def test_another_number_of_experts_than_the_file_tells_is_refused(tmp_path):
+  path = tmp_path / "a.csv"
+  path.write_text(HEADER + COLUMNS + ROWS)
+  assert load_any(path, num_experts=6).num_experts.tolist() == [6, 6]
+  with pytest.raises(ValueError, match="tells 6 experts a layer, not 16"):
+    load_any(path, num_experts=16)
+
+
 @pytest.mark.parametrize(
   ("content", "words"),
   [
@@ -94,9 +109,9 @@ def test_too_few_experts(tmp_path):
     (bytes(range(256)), "known format"),
     (gzip.compress((HEADER + COLUMNS + ROWS).encode(), mtime=0)[:80], "known format"),
     (HEADER + COLUMNS, "has no tokens"),
-    (COLUMNS + ROWS, "no n_expert="),
-    (HEADER + COLUMNS + "0,0,0,1,0,x,0.5\n", "known format"),
-    (HEADER + COLUMNS + "0,0,0,1,0\n", "known format"),
+    (COLUMNS + ROWS, "no n_expert_used="),
+    (HEADER + COLUMNS + "0,0,0,1,0,x,0.5\n", "expert of choice 1 is 'x', expected a number"),
+    (HEADER + COLUMNS + "0,0,0,1,0\n", "expert of choice 1 is None"),
     (HEADER + COLUMNS + "0,0,0,1,2,5,0.5\n", "slots outside 0..1"),
     (HEADER + COLUMNS + "0,0,0,1,0,-1,0.5\n", "negative experts"),
     (HEADER + COLUMNS + "0,0,0,1,0,6,0.5\n", "expected 0..5"),

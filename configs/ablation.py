@@ -3,6 +3,8 @@
     moecore eval --config=configs/ablation.py --workdir=/tmp/ablation
     moecore eval --config=configs/ablation.py:substitution --workdir=/tmp/substitution
 
+A few of them: `"--config.eval.systems=('moecore','lru','alpha_0.2')"`, quoted for the dots.
+
 Presets: none (each mechanism replaced or switched off by itself, and other settings of prefetch and
   substitution), `substitution` (alpha of approximate substitution by slots, of 32 experts a layer).
 

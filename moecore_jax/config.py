@@ -193,9 +193,9 @@ class EngineConfig:
     prefill_block_tokens: tokens that a layer takes at a time, >= 2; a longer bucket is a multiple.
     kv_block_tokens: tokens of one block of the attention loop, >= 1.
     dtype: activations and dense weights, float32 or bfloat16.
-    expert_format: storage of routed experts: float32, bfloat16, or w4a8 (int4 weights by output
-      channel, int8 activations; w4a8_g128: by groups of 128 inputs, also 32, 64, 256); no wider
-      than dtype.
+    expert_format: storage of routed experts: float32, bfloat16, w8a8 (int8 weights by output
+      channel, int8 activations) or w4a8 (int4 weights; w4a8_g128: by groups of 128 inputs, also 32,
+      64, 256); no wider than dtype.
     dense_format: storage of the linear maps of decoder layers: float (dtype), or w8a8 (int8 weights
       by output channel, int8 activations), made while loading.
     layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).

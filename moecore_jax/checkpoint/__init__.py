@@ -2,5 +2,6 @@
 
 from moecore_jax.checkpoint.loading import Loaded, load
 from moecore_jax.checkpoint.published import read_spec
+from moecore_jax.checkpoint.store import known_fingerprint
 
-__all__ = ["Loaded", "load", "read_spec"]
+__all__ = ["Loaded", "known_fingerprint", "load", "read_spec"]

@@ -210,6 +210,11 @@ def is_store(path: str | pathlib.Path) -> bool:
   return (pathlib.Path(path) / MANIFEST).is_file()
 
 
+def known_fingerprint(folder: str | pathlib.Path) -> str:
+  """Returns the fingerprint of a converted folder's weights, "" where they must be read for it."""
+  return StoredCheckpoint(folder).fingerprint if is_store(folder) else ""
+
+
 def dotted(path: Path) -> str:
   """Returns the name under which a dense parameter is stored."""
   return ".".join(map(str, path))

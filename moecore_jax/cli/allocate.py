@@ -9,6 +9,7 @@ import numpy as np
 from absl import flags
 
 from moecore_jax import allocation
+from moecore_jax.checkpoint import known_fingerprint
 from moecore_jax.cli import options
 from moecore_jax.cli.plan import read_model
 from moecore_jax.config import RunConfig
@@ -64,9 +65,15 @@ def allocate(config: RunConfig, trace: Trace, kind: str, step: int = 0) -> dict[
     ValueError: as `main`.
   """
   model, uniform = read_model(config), config.residency.slots_per_layer
+  least, most = int(trace.top_k.max()), int(trace.num_experts.min())
+  if not least <= uniform <= most:
+    raise ValueError(
+      f"config field residency.slots_per_layer: got {uniform}, expected {least}..{most}; a replay "
+      "holds the experts of a token"
+    )
   step = step or allocator.default_step(uniform)
   groups = [model.expert_groups[model.group_of(layer)[0]] for layer in model.moe_layers]
-  _check_model(trace, groups)
+  _check_model(trace, groups, known_fingerprint(config.model.checkpoint))
   residency, engine, _ = config.freeze(model)
   expert_sizes = [expert_bytes(group, engine.expert_format) for group in groups]
   rhac, seed = residency.rhac, engine.sampling.seed
@@ -128,7 +135,7 @@ def allocations(curves: allocator.Curves, uniform: int, step: int) -> dict[str, 
   }
 
 
-def _check_model(trace: Trace, groups: Sequence[ExpertGroup]) -> None:
+def _check_model(trace: Trace, groups: Sequence[ExpertGroup], fingerprint: str) -> None:
   experts, top_k = (
     np.array([getattr(group, name) for group in groups])
     for name in ("num_experts", "num_experts_per_tok")
@@ -138,6 +145,12 @@ def _check_model(trace: Trace, groups: Sequence[ExpertGroup]) -> None:
       f"the trace has {trace.num_layers} layers of {_words(trace.num_experts)} experts, top "
       f"{_words(trace.top_k)}; the config's model has {len(groups)} of {_words(experts)}, top "
       f"{_words(top_k)}; choose a trace of this model"
+    )
+  made_of = trace.meta.get("fingerprint", "")
+  if made_of and fingerprint and made_of != fingerprint:
+    raise ValueError(
+      f"the trace is of the weights {made_of[:12]}, the config's model has {fingerprint[:12]}; "
+      "choose a trace of this model"
     )
 
 
@@ -159,7 +172,8 @@ def _text(result: dict[str, Any]) -> str:
   names, slots = list(result["allocations"]), list(result["allocations"].values())
   layers = [[layer, *row] for layer, row in enumerate(zip(*slots, strict=True))]
   rates = [["hit rate", *result["hit_rates"].values()]]
-  return table.render(["MoE layer", *names], layers) + "\n\n" + table.render(["", *names], rates)
+  tables = [table.render(["MoE layer", *names], layers), table.render(["", *names], rates)]
+  return "\n\n".join([*tables, f"allocated: {result['allocator']} (--allocator)"])
 
 
 def _words(numbers: np.ndarray) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
   for flag in ("output", "trace"):
     if path := values[flag].value:
       options.check_writable(flag, path)
+  if values.trace and os.path.realpath(values.trace) == os.path.realpath(values.output):
+    raise ValueError(f"--trace={values.trace}: is the file of --output; choose another")
   requests = [
     request for path in values.prompts for request in read_prompts(path)
   ] or task_requests(values.config)
@@ -120,12 +123,16 @@ def _read_prompt(name: str, line: str) -> Request:
     fields = json.loads(line)
   except ValueError as error:
     raise ValueError(f"{name}: is no JSON: {error}") from None
-  kinds = {"prompt": str, "domain": str, "max_new_tokens": int}
-  for field, kind in kinds.items():
-    value = fields.get(field) if isinstance(fields, dict) else None
-    if type(value) is not kind or not value:
+  kinds = {
+    "prompt": (str, "a text"),
+    "domain": (str, "a text"),
+    "max_new_tokens": (int, "1 or more"),
+  }
+  for field, (kind, expected) in kinds.items():
+    value: Any = fields.get(field) if isinstance(fields, dict) else None
+    if type(value) is not kind or not value or (kind is int and value < 1):
       raise ValueError(
-        f"{name}: {field} is {value!r}, expected a {kind.__name__}; each line is an object with "
+        f"{name}: {field} is {value!r}, expected {expected}; each line is an object with "
         f"{', '.join(kinds)}"
       )
   stop = fields.get("stop", [])

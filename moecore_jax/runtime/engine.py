@@ -20,7 +20,6 @@ import tokenizers
 from absl import logging
 
 from moecore_jax import checkpoint
-from moecore_jax.checkpoint import store
 from moecore_jax.config import RunConfig
 from moecore_jax.memory import default_device
 from moecore_jax.models.experts import ExpertArrays, expert_bytes
@@ -151,7 +150,7 @@ class Engine:
         missing, corrupt or of another shape. A config is refused before weights are read.
     """
     folder = str(path or DEMO)
-    model, known = checkpoint.read_spec(folder), _known_fingerprint(folder)
+    model, known = checkpoint.read_spec(folder), checkpoint.known_fingerprint(folder)
     plan.freeze(config, model, known)
     read_profiles(config, model, known)
     loaded = checkpoint.load(
@@ -491,11 +490,6 @@ def _read_tokenizer(path: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(path)
   except Exception as error:  # the library raises nothing more special
     raise ValueError(f"{path}: is no tokenizer: {error}; copy the model's again") from error
-
-
-def _known_fingerprint(folder: str) -> str:
-  """Returns the fingerprint of a converted folder's weights, "" where they must be read for it."""
-  return store.StoredCheckpoint(folder).fingerprint if store.is_store(folder) else ""
 
 
 def _bytes(tree) -> int:

@@ -61,7 +61,7 @@ def without_decoded(trace):
     (
       lambda: random_trace(5, **DEMO_SHAPE),
       ("--config.residency.slots_per_layer=3",),
-      "uniform_slots is 3, which is no measured size",
+      "residency.slots_per_layer: got 3, expected 4..32",
     ),
     (lambda: random_trace(5, **DEMO_SHAPE), ("--allocator=best",), "allocator"),
   ],

@@ -71,6 +71,8 @@ def test_a_workload_becomes_profiles(checkpoint, tmp_path, capsys):
     ('{"prompt": "x", "max_new_tokens": 3}', (), "line 1: domain is None"),
     ('{"prompt": "x", "domain": "a", "max_new_tokens": true}', (), "max_new_tokens is True"),
     ('{"prompt": "x", "domain": "a", "max_new_tokens": 1, "stop": "y"}', (), "stop is 'y'"),
+    ('{"prompt": "x", "domain": "a", "max_new_tokens": -2}', (), "is -2, expected 1 or more"),
+    (None, ("--trace=p.npz", "--output=./p.npz"), "is the file of --output"),
     (None, ("--output=",), "--output=OUTPUT is empty"),
     (None, ("--output=/nowhere/p.npz",), "--output=/nowhere/p.npz: its folder does not exist"),
     (None, ("--trace=/nowhere/t.npz",), "--trace=/nowhere/t.npz"),

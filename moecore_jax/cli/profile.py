@@ -129,8 +129,9 @@ def _read_prompt(name: str, line: str) -> Request:
     "max_new_tokens": (int, "1 or more"),
   }
   for field, (kind, expected) in kinds.items():
-    value: Any = fields.get(field) if isinstance(fields, dict) else None
-    if type(value) is not kind or not value or (kind is int and value < 1):
+    value = fields.get(field) if isinstance(fields, dict) else None
+    is_wrong = type(value) is not kind or not value
+    if is_wrong or (isinstance(value, int) and value < 1):
       raise ValueError(
         f"{name}: {field} is {value!r}, expected {expected}; each line is an object with "
         f"{', '.join(kinds)}"

@@ -123,11 +123,18 @@ def test_a_bank_that_does_not_fit_the_host_is_refused():
     plan_lib.freeze(config, checkpoint.read_spec(DEMO))
 
 
-def test_the_plan_covers_what_the_compiler_asked_for():
-  """DeepSeek-V3 on an H200: its arguments, and an upper bound of its temporary bytes."""
-  with open("bench/results/deepseek_v3_decode_h200.json") as f:
-    row = next(row for row in json.load(f) if row["program"] == "decode")
-  config = load_config("configs/deepseek_v3.py")
+@pytest.mark.parametrize(
+  ("rows", "name"),
+  [
+    ("deepseek_v3_decode_h200.json", "deepseek_v3"),
+    ("deepseek_v4_flash.json", "deepseek_v4_flash"),
+  ],
+)
+def test_the_plan_covers_what_the_compiler_asked_for(rows, name):
+  """On an H200: the decode step's arguments, and an upper bound of its temporary bytes."""
+  with open(f"bench/results/{rows}") as f:
+    row = next(r for r in json.load(f) if (r["program"], r["target"]) == ("decode", "h200"))
+  config = load_config(f"configs/{name}.py")
   model = families.model_spec(config.model.published_config)
   plan = plan_lib.make_plan(model, *config.freeze(model))
   parts = planner.regions(plan.demand, plan.settings)

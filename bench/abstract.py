@@ -51,10 +51,9 @@ class Programs:
 
   def jitted(self, name: str) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jitted function of a program and its arguments."""
-    options = COMPILER_OPTIONS.get(self._device.platform, ())
     args = (self.program, self.params, self.banks, self.state)
     if name == "decode":
-      return jit_decode_step(options), args
+      return jit_decode_step(COMPILER_OPTIONS.get(self._device.platform, ())), args
     kind, _, length = name.partition("_")
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((int(length),), jnp.int32)
@@ -62,7 +61,7 @@ class Programs:
     staged: tuple[int, ...] = ()
     if kind == "staged":
       staged = staged_segments(self.program, self._residency, int(length))
-    return jit_prefill_chunk(options), (*args, chunk, False, staged)
+    return jit_prefill_chunk, (*args, chunk, False, staged)
 
   def _placed(self, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: _on(leaf, self._device), tree)

@@ -1,4 +1,4 @@
-"""What a platform's compiler is asked for beyond its defaults."""
+"""What a platform's compiler is asked for beyond its defaults, for the decode step."""
 
 import functools
 
@@ -9,7 +9,8 @@ CompilerOptions = tuple[tuple[str, bool], ...]
 
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
   # The first schedule starts the copy of an expert's second array when the experts have run. The
-  # second one, with the same latencies, starts both before them.
+  # second one, with the same latencies, starts both before them. Not for prefill, where it would
+  # start the copies of staged layers when the experts have run.
   "tpu": (("xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment", True),),
 }
 """By platform; see `bench.aot` for what they bring."""

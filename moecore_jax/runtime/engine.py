@@ -125,7 +125,7 @@ class Engine:
     self.params = {k: v for k, v in params.items() if k != "mtp"} | {"layers": layers}
     self.banks = banks
     options = compilation.accepted_options(default_device().platform)
-    self._decode_step, self._prefill_chunk = jit_decode_step(options), jit_prefill_chunk(options)
+    self._decode_step = jit_decode_step(options)
     self._thresholds = program_lib.staging_thresholds(self.program, residency)
     self.state: DecodeState = _committed(
       jax.jit(state_lib.init_state, static_argnums=(0, 1))(self.program, residency)
@@ -275,7 +275,7 @@ class Engine:
     scalars: Any = map(np.int32, (len(piece), row, offset, max_new_tokens))
     padded: Any = np.pad(piece, (0, bucket - len(piece)))
     chunk = Chunk(padded, *scalars)
-    self.state, out = self._prefill_chunk(
+    self.state, out = jit_prefill_chunk(
       self.program, self.params, self.banks, self.state, chunk, all_logits, staged
     )
     if self._recorder is not None:

@@ -4,7 +4,6 @@ the decode step.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ from jaxtyping import Array, Float32, Int32, UInt16
 
 from moecore_jax.runtime import program as program_lib
 from moecore_jax.runtime import stack
-from moecore_jax.runtime.compilation import CompilerOptions
 from moecore_jax.runtime.program import Params, Program
 from moecore_jax.runtime.sampling import sample
 from moecore_jax.runtime.state import PREFILL, DecodeState
@@ -131,11 +129,6 @@ def prefill_chunk(
   )
 
 
-@functools.cache
-def jit_prefill_chunk(
-  options: CompilerOptions = (),
-) -> Callable[..., tuple[DecodeState, PrefillOut]]:
-  """Returns the compiled prefill; equal options share it and its programs."""
-  return jax.jit(
-    prefill_chunk, static_argnums=(0, 5, 6), donate_argnums=3, compiler_options=dict(options)
-  )
+jit_prefill_chunk = functools.partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=3)(
+  prefill_chunk
+)

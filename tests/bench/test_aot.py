@@ -174,20 +174,33 @@ def test_experts_and_attention_hide_every_prefetch(device_rows):
     assert scanned["prefetch_overlap"]
 
 
-def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
-  """Two layers of DeepSeek-V4-Flash: without the options for a TPU, the second array of an expert
-  starts when the experts have run."""
-  require_compiler("v5p")
+def _deepseek_v4(compress_ratios):
+  """The first layers of DeepSeek-V4-Flash."""
   config = load_config("configs/deepseek_v4_flash.py")
   config.model.published_config |= {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": len(compress_ratios),
     "num_nextn_predict_layers": 0,
-    "compress_ratios": [0, 0],
+    "compress_ratios": compress_ratios,
     "vocab_size": 1280,
   }
   config.engine.context_tokens = 32768
-  (row,) = aot.run([aot.Task(config, "v5p", "decode")])
+  return config
+
+
+def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
+  """Without the options for a TPU, the second array starts when the experts have run."""
+  require_compiler("v5p")
+  (row,) = aot.run([aot.Task(_deepseek_v4([0, 0]), "v5p", "decode")])
   assert row["prefetch_overlap"], row["prefetch_hidden_by"]
+
+
+@pytest.mark.slow
+def test_v5p_hides_staged_layers_of_small_experts():
+  """With the options of the decode step, layers would start when the experts have run."""
+  require_compiler("v5p")
+  (row,) = aot.run([aot.Task(_deepseek_v4([0, 0, 4, 128, 4]), "v5p", "staged_32768")])
+  assert row["staging_overlap"]
+  assert row["is_temp_within_bound"], (row["temp_bytes"], row["temp_bound"])
 
 
 @pytest.mark.slow

@@ -62,12 +62,12 @@ def test_admissions_rank_by_domain_without_a_new_program(model):
   sizes = None
   for domain in ("math", "qa", "cooking", None):
     engine.prefill(0, [1, 2, 3], 5, domain=domain)
-    sizes = sizes or (warm_start._ranks_of._cache_size(), jit_prefill_chunk()._cache_size())
+    sizes = sizes or (warm_start._ranks_of._cache_size(), jit_prefill_chunk._cache_size())
     wanted = profiles_lib.warm_rank(PROFILES.lookup(domain).mean_scores)
     np.testing.assert_array_equal(tables(engine).warm_rank, wanted)
     # Staged layers leave the hottest in the slots, and nothing else.
     assert residents(engine) == [set(row[:K].tolist()) for row in order(domain)]
-  assert sizes == (warm_start._ranks_of._cache_size(), jit_prefill_chunk()._cache_size())
+  assert sizes == (warm_start._ranks_of._cache_size(), jit_prefill_chunk._cache_size())
   engine.prefill(1, [4, 5, 6], 5, domain="math")  # not alone: row 0 decodes
   assert residents(engine) == [set(row[:K].tolist()) for row in order(None)]
   events = recorder.trace(engine).events

@@ -17,6 +17,7 @@ from moecore_jax.evaluation.results import write_atomic
 from moecore_jax.models.experts import expert_bytes
 from moecore_jax.reporting import table
 from moecore_jax.residency import allocator
+from moecore_jax.runtime.engine import DEMO
 from moecore_jax.specs import ExpertGroup, RhacSpec
 from moecore_jax.traces import Phase, ReplayPolicy, Trace, hit_rates, load
 
@@ -73,7 +74,8 @@ def allocate(config: RunConfig, trace: Trace, kind: str, step: int = 0) -> dict[
     )
   step = step or allocator.default_step(uniform)
   groups = [model.expert_groups[model.group_of(layer)[0]] for layer in model.moe_layers]
-  _check_model(trace, groups, known_fingerprint(config.model.checkpoint))
+  folder = config.model.checkpoint or DEMO
+  _check_model(trace, groups, "" if config.model.published_config else known_fingerprint(folder))
   residency, engine, _ = config.freeze(model)
   expert_sizes = [expert_bytes(group, engine.expert_format) for group in groups]
   rhac, seed = residency.rhac, engine.sampling.seed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moecore_jax import checkpoint, load_config
-from moecore_jax.cli import main
+from moecore_jax.cli import allocate, main
 from moecore_jax.runtime.engine import DEMO
 from moecore_jax.testing.routing import random_trace
 from moecore_jax.traces import Phase, save
@@ -47,6 +47,13 @@ def test_a_trace_becomes_slots_that_a_run_takes(tmp_path, capsys, kind):
   given = f"residency.allocation={tmp_path / 'slots.json'}"
   config = load_config("configs/demo.py", (given,))
   assert config.freeze(checkpoint.read_spec(DEMO), "abc")[0].slots == tuple(slots)
+
+
+def test_a_trace_of_other_weights_is_refused(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(allocate, "known_fingerprint", lambda _: "def")
+  assert run(tmp_path, uneven_trace()) == 2
+  assert "the trace is of the weights abc, the config's model has def" in capsys.readouterr().err
+  assert not (tmp_path / "slots.json").exists()
 
 
 def without_decoded(trace):

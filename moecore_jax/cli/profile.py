@@ -49,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
   for flag in ("output", "trace"):
     if path := values[flag].value:
       options.check_writable(flag, path)
-  if values.trace and os.path.realpath(values.trace) == os.path.realpath(values.output):
-    raise ValueError(f"--trace={values.trace}: is the file of --output; choose another")
+  paths = [path for flag in ("output", "trace", "json") if (path := values[flag].value)]
+  if len({os.path.realpath(path) for path in paths}) < len(paths):
+    raise ValueError(f"--output, --trace and --json name one file twice: {', '.join(paths)}")
   requests = [
     request for path in values.prompts for request in read_prompts(path)
   ] or task_requests(values.config)

@@ -131,24 +131,10 @@ DEEPER = tiny.tiny_spec(num_moe_layers=3, num_experts=16, num_experts_per_tok=4)
 @pytest.mark.cover
 @pytest.mark.parametrize(
   ("policy", "slots", "batch", "prefetch", "has_profiles"),
-  PREFETCHES,
+  [*PREFETCHES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_PREFETCHES)],
   ids=lambda value: str(value)[:40],
 )
 def test_prefetch(policy, slots, batch, prefetch, has_profiles):
-  check_prefetch(policy, slots, batch, prefetch, has_profiles)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("policy", "slots", "batch", "prefetch", "has_profiles"),
-  MORE_PREFETCHES,
-  ids=lambda value: str(value)[:40],
-)
-def test_more_prefetches(policy, slots, batch, prefetch, has_profiles):
-  check_prefetch(policy, slots, batch, prefetch, has_profiles)
-
-
-def check_prefetch(policy, slots, batch, prefetch, has_profiles):
   engine = engine_spec(batch, layer_loop="scanned" if batch == 4 else "unrolled")
   wanted = run(DEEPER, "static", 16, engine)
   got = run(DEEPER, policy, slots, engine, prefetch=prefetch, has_profiles=has_profiles)

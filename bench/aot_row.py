@@ -45,7 +45,7 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
     pathlib.Path(hlo_path).write_text(program.hlo)
   module = hlo.parse(program.hlo)
   reads = bank_reads.bank_reads(module)
-  bound = bounds.temp_bound(model, engine, name)
+  bound = bounds.temp_bound(model, engine, name, residency.prefetch.max_experts)
   program_bytes = bounds.tpu_program_bytes(module, program.code_bytes) if target == "v5p" else 0
   compile_bound_s = COMPILE_BOUND_S[engine.layer_loop]
   if engine.layer_loop == "unrolled":

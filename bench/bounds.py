@@ -47,13 +47,16 @@ class TempBound:
     )
 
 
-def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
+def temp_bound(
+  model: ModelSpec, engine: EngineSpec, name: str, prefetch_experts: int = 0
+) -> TempBound:
   """Returns the bound of a program.
 
   Args:
     model: the model.
     engine: shapes and formats.
     name: of the program, one of abstract.program_names.
+    prefetch_experts: most experts that are copied ahead for a layer in decode.
   """
   kind, _, length = name.partition("_")
   tokens, head_tokens = (int(length), 1) if length else (engine.batch_size,) * 2
@@ -62,7 +65,7 @@ def temp_bound(model: ModelSpec, engine: EngineSpec, name: str) -> TempBound:
   costs, block = plan.activation_costs(model, engine), engine.prefill_block_tokens
   is_staged = kind == "staged"
   return TempBound(
-    num_experts=1 if is_staged else plan.TEMPORARY_EXPERTS,
+    num_experts=1 if is_staged else plan.TEMPORARY_EXPERTS + prefetch_experts,
     expert_bytes=max(experts, default=0),
     num_layers=2 if is_staged else 0,
     layer_bytes=max(layers, default=0),

@@ -68,6 +68,7 @@ def get_config() -> RunConfig:
       dtype="bfloat16",
       expert_format="w4a8",
       dense_format="w8a8",
+      layer_loop="scanned",
     ),
     device=DeviceConfig(memory_bytes=84_000_000_000),
   )

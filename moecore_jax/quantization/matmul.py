@@ -7,6 +7,8 @@ from jax import lax
 from moecore_jax.quantization import formats, integers
 from moecore_jax.specs import ExpertFormat
 
+_TPU_ROWS = 8
+
 
 def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:
   """Applies a stored weight, and its bias where it has one.
@@ -38,12 +40,26 @@ def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:
   total = jnp.float32(0)
   for group in range(dim // size):
     rows = slice(group * size, (group + 1) * size)
-    product = jnp.matmul(
-      tokens[..., rows], parts.values[..., rows, :], preferred_element_type=jnp.int32
-    )
+    product = _product(tokens[..., rows], parts.values[..., rows, :])
     total = total + product.astype(jnp.float32) * parts.scales[..., group, None, :]
   y = total * token_scales
   return (y + parts.bias if parts.bias.shape[-2] else y).astype(x.dtype)
+
+
+def _product(tokens: jax.Array, values: jax.Array) -> jax.Array:
+  """Returns the product of int8 [..., T, D] and [..., D, F], int32 [..., T, F]."""
+
+  def plain(tokens, values):
+    return jnp.matmul(tokens, values, preferred_element_type=jnp.int32)
+
+  def padded(tokens, values):
+    # XLA would multiply a single row without the matrix unit.
+    pads = [(0, 0)] * (tokens.ndim - 2) + [(0, _TPU_ROWS - 1), (0, 0)]
+    return plain(jnp.pad(tokens, pads), values)[..., :1, :]
+
+  if tokens.shape[-2] > 1:
+    return plain(tokens, values)
+  return lax.platform_dependent(tokens, values, tpu=padded, default=plain)
 
 
 def quantize_tokens(x: jax.Array) -> tuple[jax.Array, jax.Array]:

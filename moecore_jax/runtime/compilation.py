@@ -5,13 +5,12 @@ import functools
 import jax
 from absl import logging
 
-CompilerOptions = tuple[tuple[str, bool], ...]
+CompilerOptions = tuple[tuple[str, bool | float], ...]
 
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
-  # The first schedule starts the copy of an expert's second array when the experts have run. The
-  # second one, with the same latencies, starts both before them. Not for prefill, where it would
-  # start the copies of staged layers when the experts have run.
-  "tpu": (("xla_tpu_rerun_latency_hiding_scheduler_post_sc_assignment", True),),
+  # A copy starts as late as its estimated time allows: where the attention alone seems to hide it,
+  # when the experts have run. If the link is taken for slow, it starts as early as it can.
+  "tpu": (("xla_tpu_pcie_bandwidth_multiplier", 0.01),),
 }
 """By platform; see `bench.aot` for what they bring."""
 

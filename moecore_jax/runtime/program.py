@@ -39,7 +39,7 @@ ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 @dataclasses.dataclass(frozen=True)
 class Segment:
   """Consecutive layers that one trace of the layer function serves: one layer, or several equal
-  ones that are scanned.
+  MoE layers that are scanned.
 
   Attributes:
     start: index of the first layer in ModelSpec.layers.
@@ -132,7 +132,8 @@ class Program:
         moe_index, count = model.moe_layers.index(i), self.prefetch_count(i)
         streams = self.layer_prefetch.streams(moe_index)
         cut = Segment(i, 1, layer, moe_index, *model.group_of(i), count, streams)
-      if self.engine.layer_loop == "scanned" and cuts and _are_alike(cuts[-1], cut):
+      is_scanned = self.engine.layer_loop == "scanned" and cut.group >= 0
+      if is_scanned and cuts and _are_alike(cuts[-1], cut):
         cuts[-1] = dataclasses.replace(cuts[-1], length=cuts[-1].length + 1)
       else:
         cuts.append(cut)

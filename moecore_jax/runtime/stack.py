@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from moecore_jax.models.attention.cache import CacheArrays, LayerCache, Tokens
+from moecore_jax.models.attention.cache import LANES, CacheArrays, LayerCache, Tokens
 from moecore_jax.models.attention.indexer import NO_PICK
 from moecore_jax.models.experts import ExpertArrays
 from moecore_jax.models.hyper import Mix
@@ -133,9 +134,7 @@ class _Step(NamedTuple):
     """Returns the module of one layer of a segment."""
     segment, params = self.program.segments[s], self.params["layers"][s]
     if segment.length > 1:
-      params = jax.tree.map(
-        lambda p: lax.dynamic_index_in_dim(p, offset, 0, keepdims=False), params
-      )
+      params = jax.tree.map(lambda p: _row_major(p, offset), params)
     return bind_layer(self.program, segment.layer, params)
 
 
@@ -485,33 +484,50 @@ def _in_blocks(
   if count == 1:
     return run(step, caches, kept, x, inputs)
 
-  def split(a: jax.Array) -> jax.Array:  # [T, ..] or, of the one batch row, [1, T, ..]
-    blocks = a.reshape((count, length // count, *a.shape[1 if a.shape[0] == length else 2 :]))
-    return blocks if a.shape[0] == length else blocks[:, None]
+  size, tokens = length // count, ("positions", "valid", "ids")
 
-  def join(a: jax.Array) -> jax.Array:
-    if a.shape[1] == 1:
-      return a.reshape((1, length, *a.shape[3:]))
-    return a.reshape((length, *a.shape[2:]))
+  def axis(a: Any, num_tokens: int) -> int:  # [T, ..] or, of the one batch row, [1, T, ..]
+    return 0 if a.shape[0] == num_tokens else 1
+
+  def cut(a: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(a, i * size, size, axis(a, length))
+
+  def put(a: jax.Array, block: jax.Array, i: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(a, block, i * size, axis(a, length))
+
+  def whole(block: jax.ShapeDtypeStruct) -> jax.Array:
+    shape = list(block.shape)
+    shape[axis(block, size)] = length
+    return jnp.zeros(shape, block.dtype)
 
   def of_tokens(inputs: routed_lib.Inputs | None) -> tuple[Any, ...]:
     return () if inputs is None else (inputs.h, inputs.routing, inputs.valid, inputs.mix)
 
-  def body(carry, block):
-    (caches, kept), (tokens, picks, x, parts) = carry, block
-    part = step._replace(tokens=step.tokens._replace(**tokens))
+  def run_block(i, caches, kept, picks, x, parts):
+    of_block = {name: cut(getattr(step.tokens, name), i) for name in tokens}
+    part = step._replace(tokens=step.tokens._replace(**of_block))
+    picks, x, parts = jax.tree.map(lambda a: cut(a, i), (picks, x, parts))
     inputs = _unpredicted(*parts) if parts else None
     caches, kept, x, inputs, others = run(part, caches | picks, kept, x, inputs)
     picks = _pick(caches, ())
-    carry = {s: caches[s] for s in caches if s not in picks}, kept
-    return carry, (picks, x, of_tokens(inputs), others)
+    caches = {s: caches[s] for s in caches if s not in picks}
+    return caches, kept, picks, x, of_tokens(inputs), others
 
-  tokens = {name: getattr(step.tokens, name) for name in ("positions", "valid", "ids")}
-  picks = _pick(caches, ())
-  blocks = jax.tree.map(split, (tokens, picks, x, of_tokens(inputs)))
-  carry = {s: caches[s] for s in caches if s not in picks}, kept
-  (caches, kept), told = lax.scan(body, carry, blocks)
-  picks, x, parts, others = jax.tree.map(join, told)
+  given, picks = of_tokens(inputs), _pick(caches, ())
+  caches = {s: caches[s] for s in caches if s not in picks}
+  results = jax.eval_shape(run_block, jnp.int32(0), caches, kept, picks, x, given)
+  parts, others = jax.tree.map(whole, results[-2:])
+  is_in_place = _are_alike(given, parts)
+
+  def body(i, carry):
+    caches, kept, *wholes = carry
+    picks, x, parts, _ = wholes
+    result = run_block(i, caches, kept, picks, x, parts if is_in_place else given)
+    caches, kept, *blocks = result
+    return caches, kept, *jax.tree.map(lambda a, block: put(a, block, i), wholes, blocks)
+
+  carry = caches, kept, picks, x, given if is_in_place else parts, others
+  caches, kept, picks, x, parts, others = lax.fori_loop(0, count, body, carry)
   return caches | picks, kept, x, _unpredicted(*parts) if parts else None, others
 
 
@@ -563,20 +579,11 @@ def _approach(
   """
   block = step.program.engine.kv_block_tokens
   for s in way.dense:
-
-    def body(carry, i, s=s):
-      layer, (x, caches) = step.layer(s, i), carry
-      x, caches = attend(layer, i, x, caches, s, step.tokens, block)
-      h, mix = layer.mlp_input(x)
-      return (layer.add(x, layer.mlp(h), mix), caches), None
-
-    length = step.program.segments[s].length
-    carry = x, _pick(caches, (s,))
-    if length == 1:
-      (x, written), _ = body(carry, jnp.int32(0))
-    else:
-      (x, written), _ = lax.scan(body, carry, jnp.arange(length, dtype=jnp.int32))
-    caches = caches | written
+    first = jnp.int32(0)
+    layer = step.layer(s, first)
+    x, caches = attend(layer, first, x, caches, s, step.tokens, block)
+    h, mix = layer.mlp_input(x)
+    x = layer.add(x, layer.mlp(h), mix)
   if way.segment is None:
     return caches, x, None
   layer = step.layer(way.segment, offset)
@@ -621,6 +628,22 @@ def attend(
     if picks is not None and cache.picks is not None:
       caches[PICKS] = {"picks": cache.picks}
     return layer.add(x, y, mix), caches
+
+
+def _row_major(stacked: jax.Array, offset: jax.Array) -> jax.Array:
+  """Returns one of stacked arrays, row-major: XLA would copy all of them to give it the layout of
+  an integer product."""
+  one = lax.dynamic_index_in_dim(stacked, offset, 0, keepdims=False)
+  axes = tuple(range(one.ndim))
+
+  def as_given(x, axes=axes):
+    return with_layout_constraint(x, Layout(axes))
+
+  if one.ndim < 2 or one.shape[-1] % LANES == 0:
+    return as_given(one)
+  # A TPU holds arguments whose rows do not fill its lanes column-major.
+  columns = (*axes[:-2], axes[-1], axes[-2])
+  return lax.platform_dependent(one, tpu=lambda x: as_given(x, columns), default=as_given)
 
 
 def _once_routed(inputs: routed_lib.Inputs) -> jax.Array:

@@ -187,6 +187,24 @@ def _deepseek_v4(compress_ratios):
   return config
 
 
+@pytest.mark.parametrize("target", ["h200", "v5p"])
+def test_step_of_a_deep_model_with_scanned_layers_and_two_rows(target):
+  """Nothing is copied of all layers: neither their int8 weights, to change their layout, nor their
+  caches. Prefetches start before the experts though attention takes longer than they do."""
+  require_compiler(target)
+  config = load_config("configs/glm_5.py")
+  config.engine.batch_size, config.engine.context_tokens = 2, 18432
+  config.engine.prefill_buckets = (4096,)
+  (row,) = aot.run([aot.Task(config, target, "decode")])
+  assert row["layer_loop"] == "scanned"
+  assert row["prefetch_overlap"], row["prefetch_hidden_by"]
+  assert row["is_temp_within_bound"], (row["temp_bytes"], row["program_bytes"], row["temp_bound"])
+  assert row["is_bank_read_by_row"] and row["fits"]
+  assert row["host_compute_ops"] == 0
+  assert row["alias_bytes"] >= row["donated_bytes"]
+
+
+@pytest.mark.slow
 def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
   """Without the options for a TPU, the second array starts when the experts have run."""
   require_compiler("v5p")

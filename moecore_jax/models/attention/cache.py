@@ -16,6 +16,10 @@ from moecore_jax.specs import AttentionSpec, CompressedSpec, MLASpec
 
 LANES = 128
 
+_MAX_SINGLE_WRITES = 8
+"""Batch rows whose one token is written by an update each. A scatter counts in XLA's schedule for a
+pass over the caches of all stacked layers, which would seem to hide copies of experts."""
+
 CacheArrays = dict[str, jax.Array]
 """[layers, B, rows, R] by name."""
 
@@ -112,6 +116,13 @@ class LayerCache:
     cache, tokens = self.arrays[name], self.tokens
     at = tokens.positions if at is None else at
     at = jnp.where(tokens.valid if is_written is None else is_written, at, cache.shape[2])
+    if at.shape[1] == 1 and at.shape[0] <= _MAX_SINGLE_WRITES:
+      for i in range(at.shape[0]):
+        place = self.layer, tokens.row + i, at[i, 0], jnp.int32(0)
+        old = lax.dynamic_slice(cache, place, (1, 1, 1, cache.shape[3]))
+        new = jnp.where(at[i, 0] < cache.shape[2], rows[i], old)
+        cache = lax.dynamic_update_slice(cache, new, place)
+      return self._with(name, cache)
     row = tokens.row + jnp.arange(at.shape[0], dtype=jnp.int32)[:, None]
     place = jnp.broadcast_to(self.layer, at.shape), jnp.broadcast_to(row, at.shape), at
     return self._with(name, cache.at[place].set(rows, mode="drop"))

@@ -74,7 +74,7 @@ def look_ahead(
     The group's residency, changed where copies displace experts at once; and the copies.
   """
   settings, tables = program.prefetch, group.tables
-  index, count = segment.group_start + offset, segment.prefetch_count
+  index, count = segment.group_index(offset), segment.prefetch_count
   is_allowed = group.useful_rate[index] >= settings.min_useful_frac
   if settings.placement == "slot":
     is_allowed &= tables.num_slots[index] >= count
@@ -88,7 +88,7 @@ def look_ahead(
   )
   if settings.placement == "in_flight":
     return group, _in_flight(program, segment, offset, group, prediction)
-  key = jax.random.fold_in(step_key, len(program.model.layers) + segment.moe_start + offset)
+  key = jax.random.fold_in(step_key, len(program.model.layers) + segment.moe_index(offset))
   ahead = _in_flight(program, segment, offset, group, prediction)
   group, rows, evictions = routed_lib.claim_slots(
     program, segment.group, group, index, prediction, key
@@ -110,7 +110,7 @@ def warm_ahead(
     program, segment, offset, group, valid: as of `look_ahead`.
     is_busy: other requests decode: their residents stay, only empty slots are filled.
   """
-  index, tables, count = segment.group_start + offset, group.tables, segment.prefetch_count
+  index, tables, count = segment.group_index(offset), group.tables, segment.prefetch_count
   spec = program.model.expert_groups[segment.group]
   resident, num_slots = slots_lib.resident(tables, index), tables.num_slots[index]
   candidates = prefetch_lib.warm_candidates(tables.warm_rank[index], resident, num_slots, count)
@@ -130,12 +130,12 @@ def _in_flight(
 ) -> Ahead:
   """Returns copies into the in-flight rows."""
   num_experts = group.tables.expert_to_slot.shape[1]
-  first_bank_row = (segment.group_start + offset) * num_experts
+  first_bank_row = segment.group_index(offset) * num_experts
   first_pool_row = routed_lib.transient_row(program, group.pool) + 1
   places = range(segment.prefetch_count)
   return Ahead(
     segment.group,
-    segment.moe_start + offset,
+    segment.moe_index(offset),
     prediction,
     [first_bank_row + prediction.experts[j] for j in places],
     [jnp.int32(first_pool_row + j) for j in places],
@@ -151,7 +151,8 @@ def advance_with_copies(
   Args:
     banks: stored experts of each group, pinned host memory.
     ahead: the copies.
-    advance: (pools, carried) -> (int32 [] that is 0 when the experts have run, (carried, *others)).
+    advance: (int32 [] that is 0, pools, carried) -> (int32 [] that is 0 when the experts have run,
+      (carried, *others)).
     pools: those that `advance` reads, and the one that the copies go to.
     carried: what `advance` takes and gives back.
 
@@ -162,7 +163,7 @@ def advance_with_copies(
   def with_copies(turn, carry):
     pools, (carried, *_rest) = carry
     # + turn, for XLA moves what does not depend on it, the reads of the bank, out of the loop.
-    after, result = advance(pools, carried)
+    after, result = advance(turn, pools, carried)
     waits = [turn, *[turn + _before_second_copy(after)] * (len(ahead.bank_rows) - 1)]
     with jax.named_scope("prefetch"):
       copies = [
@@ -175,11 +176,11 @@ def advance_with_copies(
       pool = routed_lib.write_row(pool, stored, row + after)
     return pools | {ahead.group: pool}, result
 
-  def without_copies(_, carry):
+  def without_copies(turn, carry):
     pools, (carried, *_rest) = carry
-    return pools, advance(pools, carried)[1]
+    return pools, advance(turn, pools, carried)[1]
 
-  _, (_, *rest) = jax.eval_shape(advance, pools, carried)
+  _, (_, *rest) = jax.eval_shape(advance, jnp.int32(0), pools, carried)
   blank = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), rest)
   count = ahead.prediction.is_issued.astype(jnp.int32)
   carry = lax.fori_loop(0, count, with_copies, (pools, (carried, *blank)))

@@ -280,7 +280,7 @@ class Engine:
     )
     if self._recorder is not None:
       segments = [self.program.segments[s] for s in staged]
-      layers = [s.moe_start + i for s in segments for i in range(s.length)]
+      layers = sorted(i for s in segments for i in s.moe_indices)
       self._recorder.on_prefill(self._num_calls, row, len(piece), layers, out)
     self._num_calls += 1
     return out

@@ -4,9 +4,11 @@ its trace.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -35,11 +37,16 @@ keyed by segment.
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
+_MAX_PERIOD = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """Consecutive layers that one trace of the layer function serves: one layer, or several equal
-  MoE layers that are scanned.
+  """Layers that one trace of the layer function serves: one layer, or several equal MoE layers that
+  are scanned.
+
+  Where layers of different kinds take turns, such as those of local and of full attention, one scan
+  runs as many segments: each has every `period`th layer, and they follow one another.
 
   Attributes:
     start: index of the first layer in ModelSpec.layers.
@@ -50,6 +57,8 @@ class Segment:
     group_start: index of the first layer within the group.
     prefetch_count: experts that are copied ahead for each of the layers when any are.
     is_streamed: the layers are copied whole in every step.
+    period: segments that one scan runs.
+    group_period: layers of the group from one of the segment to its next.
   """
 
   start: int
@@ -60,6 +69,26 @@ class Segment:
   group_start: int = -1
   prefetch_count: int = 0
   is_streamed: bool = False
+  period: int = 1
+  group_period: int = 1
+
+  @property
+  def layers(self) -> range:
+    """Indices of the layers in ModelSpec.layers."""
+    return range(self.start, self.start + self.length * self.period, self.period)
+
+  @property
+  def moe_indices(self) -> range:
+    """Indices of the layers among the MoE layers."""
+    return range(self.moe_start, self.moe_start + self.length * self.period, self.period)
+
+  def moe_index(self, offset: jax.Array) -> jax.Array:
+    """Returns int32 [], the index of the layer at `offset` among the MoE layers."""
+    return self.moe_start + offset * self.period
+
+  def group_index(self, offset: jax.Array) -> jax.Array:
+    """Returns int32 [], the index of the layer at `offset` within the group."""
+    return self.group_start + offset * self.group_period
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +151,7 @@ class Program:
       count = min(count, prefetch.link_experts[moe_layers.index(layer)])
     return count
 
-  @property
+  @functools.cached_property
   def segments(self) -> tuple[Segment, ...]:
     """The layers in order, cut as `engine.layer_loop` says."""
     model, cuts = self.model, []
@@ -132,17 +161,54 @@ class Program:
         moe_index, count = model.moe_layers.index(i), self.prefetch_count(i)
         streams = self.layer_prefetch.streams(moe_index)
         cut = Segment(i, 1, layer, moe_index, *model.group_of(i), count, streams)
-      is_scanned = self.engine.layer_loop == "scanned" and cut.group >= 0
-      if is_scanned and cuts and _are_alike(cuts[-1], cut):
-        cuts[-1] = dataclasses.replace(cuts[-1], length=cuts[-1].length + 1)
-      else:
-        cuts.append(cut)
-    return tuple(cuts)
+      cuts.append(cut)
+    return _scanned(cuts) if self.engine.layer_loop == "scanned" else tuple(cuts)
+
+  @property
+  def scans(self) -> tuple[range, ...]:
+    """Segments of MoE layers, those that one scan runs together."""
+    scans, s = [], 0
+    while s < len(self.segments):
+      period = self.segments[s].period
+      if self.segments[s].group >= 0:
+        scans.append(range(s, s + period))
+      s += period
+    return tuple(scans)
 
   @property
   def streamed(self) -> tuple[int, ...]:
     """Segments whose layers are copied whole in every step."""
     return tuple(s for s, segment in enumerate(self.segments) if segment.is_streamed)
+
+
+def _scanned(cuts: list[Segment]) -> tuple[Segment, ...]:
+  """Joins segments of one layer each, in order, to those that are scanned."""
+  segments, i = [], 0
+  while i < len(cuts):
+    period, length = _repeats(cuts[i:])
+    for cut in cuts[i : i + period]:
+      if length > 1:
+        after = cuts[cut.start + period]
+        group_period = after.group_start - cut.group_start
+        cut = dataclasses.replace(cut, length=length, period=period, group_period=group_period)
+      segments.append(cut)
+    i += period * length
+  return tuple(segments)
+
+
+def _repeats(cuts: list[Segment]) -> tuple[int, int]:
+  """Returns how many MoE layers at the start repeat, and how often they are there: what covers
+  most, (1, 1) where nothing repeats.
+  """
+  best = 1, 1
+  for period in range(1, _MAX_PERIOD + 1):
+    if any(cut.group < 0 for cut in cuts[:period]):
+      break
+    alike = map(_are_alike, cuts, cuts[period:])
+    length = 1 + sum(1 for _ in itertools.takewhile(bool, alike)) // period
+    if length > 1 and period * length > best[0] * best[1]:
+      best = period, length
+  return best
 
 
 def _are_alike(a: Segment, b: Segment) -> bool:
@@ -183,21 +249,24 @@ def group_slots(model: ModelSpec, residency: ResidencySpec) -> tuple[tuple[int, 
 def staging_thresholds(program: Program, residency: ResidencySpec) -> dict[int, int]:
   """Returns N*, the prompt tokens from which a segment's layers are staged: {segment: tokens}.
 
-  Layers that are scanned together are staged together, from the largest of their thresholds; a
-  layer that can hold all its experts is never staged. Streamed layers are staged from 0 tokens on.
+  Layers that one scan runs are staged together, from the largest of their thresholds; none is where
+  one of them can hold all its experts. Streamed layers are staged from 0 tokens on.
 
   Source: SPEC sections 8 and 10.
   """
   model, thresholds = program.model, dict.fromkeys(program.streamed, 0)
   if not program.staging.enabled:
     return thresholds
-  for s, segment in enumerate(program.segments):
-    if segment.group < 0 or segment.is_streamed:
-      continue
-    group = model.expert_groups[segment.group]
-    slots = residency.slots[segment.moe_start : segment.moe_start + segment.length]
-    if max(slots) < group.num_experts:
-      thresholds[s] = max(-(-count // group.num_experts_per_tok) for count in slots)
+  for scan in program.scans:
+    segments = {s: program.segments[s] for s in scan if not program.segments[s].is_streamed}
+    counts = [
+      (residency.slots[i], model.expert_groups[segment.group])
+      for segment in segments.values()
+      for i in segment.moe_indices
+    ]
+    if counts and all(count < group.num_experts for count, group in counts):
+      least = max(-(-count // group.num_experts_per_tok) for count, group in counts)
+      thresholds |= dict.fromkeys(segments, least)
   return thresholds
 
 
@@ -257,8 +326,6 @@ def by_segment(program: Program, layers: dict[int, Params], stack: Callable) -> 
     Parameters keyed by segment.
   """
   return {
-    s: layers[seg.start]
-    if seg.length == 1
-    else stack([layers[seg.start + i] for i in range(seg.length)])
+    s: layers[seg.start] if seg.length == 1 else stack([layers[i] for i in seg.layers])
     for s, seg in enumerate(program.segments)
   }

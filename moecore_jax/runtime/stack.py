@@ -8,6 +8,7 @@ start before the experts and are needed after the approach, so that both hide th
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ class _Step(NamedTuple):
     after = done[0]
     segment = self.program.segments[s]
     bank, group = self.banks[segment.group], groups[segment.group]
-    index = segment.group_start + offset
+    index = segment.group_index(offset)
     if self.program.staging.reuses_residents:
       return staging.gather_layer(bank, group, index, after)
     return staging.fetch_layer(bank, index, group.tables.expert_to_slot.shape[1], after)
@@ -206,41 +207,51 @@ def run_layers(
   hits = jnp.zeros(tokens.valid.size, jnp.int32)
   flow = _Flow(x, inputs, buffer, done, state.groups, state.counters[phase], hits)
   told, spare = [], None
-  s: int | None = first.segment
-  for following in others:
-    assert s is not None
-    segment = program.segments[s]
-    if segment.length > 1:
-      within = _Way((), s)
+  ends = {way.segment: following for way, following in itertools.pairwise((first, *others))}
 
-      is_staged = flow.buffer is not None and len(flow.done) == 2
+  def advance(s: int, offset: jax.Array, way: _Way, next_offset: jax.Array, flow, caches, spare):
+    transition = functools.partial(_transition, step, s, offset, way, next_offset)
+    after, written = _in_one_turn(transition, flow, _pick(caches, way.caches), spare)
+    return after, caches | written, flow.buffer
 
-      def body(carry, offset, s: int = s, within=within, is_staged=is_staged):
-        flow, caches, spare = carry
-        transition = functools.partial(_transition, step, s, offset, within, offset + 1)
-        if is_staged:
-          after, caches = _in_one_turn(transition, flow, caches, spare)
-          return (after, caches, flow.buffer), _tell(program, flow.inputs)
-        return (*transition(flow, caches), spare), _tell(program, flow.inputs)
+  for scan in program.scans:
+    length = program.segments[scan[0]].length
+    if length > 1:
+      ways = [_Way((), s) for s in (*scan[1:], scan[0])]
+      # A ring of two buffers: each is in its place again after two layers.
+      is_ring = _is_ring(step, scan)
+      unroll = 2 if is_ring and len(scan) % 2 else 1
 
-      # Of two buffers that change roles, each is in its place again after two layers.
-      spare = _memory_for(flow.buffer, spare) if is_staged else None
-      carry = flow, _pick(caches, within.caches), spare
-      offsets = jnp.arange(segment.length - 1, dtype=jnp.int32)
-      carry, earlier = lax.scan(body, carry, offsets, unroll=2 if is_staged else 1)
-      flow, written, spare = carry
+      def body(carry, i, scan=scan, ways=ways, is_ring=is_ring):
+        (flow, caches, spare), parts = carry, []
+        for s, way in zip(scan, ways, strict=True):
+          next_offset = i + 1 if s == scan[-1] else i
+          parts.append(_tell(program, flow.inputs))
+          flow, caches, spare = advance(s, i, way, next_offset, flow, caches, spare)
+        told = jax.tree.map(lambda *parts: jnp.stack(parts), *parts)
+        return (flow, caches, spare if is_ring else None), told
+
+      spare = _memory_for(flow.buffer, spare) if is_ring else None
+      carry = flow, _pick(caches, scan), spare
+      offsets = jnp.arange(length - 1, dtype=jnp.int32)
+      (flow, written, spare), earlier = lax.scan(body, carry, offsets, unroll=unroll)
       caches |= written
-      told.append(earlier)
-    told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
-    last = jnp.int32(segment.length - 1)
-    transition = functools.partial(_transition, step, s, last, following, jnp.int32(0))
-    buffer = flow.buffer
-    flow, written = _in_one_turn(transition, flow, _pick(caches, following.caches), spare)
-    caches |= written
-    s, spare = following.segment, buffer
+      told.append(jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), earlier))
+    last = jnp.int32(length - 1)
+    for s in scan:
+      told.append(jax.tree.map(lambda x: x[None], _tell(program, flow.inputs)))
+      next_offset = jnp.int32(0) if s == scan[-1] else last
+      flow, caches, spare = advance(s, last, ends[s], next_offset, flow, caches, spare)
   kv = tuple(caches[i] for i in range(len(program.segments)))
   of_layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *told)
   return Out(flow.x, kv, flow.groups, flow.counters, flow.hits, of_layers)
+
+
+def _is_ring(step: _Step, scan: Sequence[int]) -> bool:
+  """Tells whether all layers of a scan take turns in two buffers of one shape."""
+  groups = {step.program.segments[s].group for s in scan}
+  num_buffers = step.program.layer_prefetch.prefetch_step
+  return num_buffers == 2 and len(groups) == 1 and all(s in step.staged for s in scan)
 
 
 def _in_one_turn(
@@ -255,10 +266,12 @@ def _in_one_turn(
   arrives takes the memory of `spare`, the layer before the present one. There is no loop where the
   ring is not of two buffers, or layers differ in shape.
   """
+  if len(flow.done) != 2:
+    return transition(flow, caches)
   after = jax.eval_shape(transition, flow, caches)
   arriving = after[0].buffer
   before = (flow._replace(buffer=_memory_for(arriving, spare)), caches)
-  if arriving is None or len(flow.done) != 2 or not _are_alike(before, after):
+  if arriving is None or not _are_alike(before, after):
     return transition(flow, caches)
 
   def body(_, carry):
@@ -354,8 +367,8 @@ def _transition(
   """
   program = step.program
   segment = program.segments[s]
-  layer, index = step.layer(s, offset), segment.group_start + offset
-  moe_index = segment.moe_start + offset
+  index = segment.group_index(offset)
+  moe_index = segment.moe_index(offset)
   group = flow.groups[segment.group]
   before, counts = group.tables, stack_counts({})
   if flow.buffer is not None:
@@ -373,14 +386,18 @@ def _transition(
     return step.ops.prepare(program, step.phase, segment.group, bank, group, index, inputs, key)
 
   def compute(
-    step: _Step, caches: Caches, pool: ExpertArrays, x: jax.Array, inputs, prepared
+    step: _Step, caches: Caches, pool: ExpertArrays, x: jax.Array, inputs, prepared, turn=0
   ) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
     pool = pool if flow.buffer is None else flow.buffer
     y, after = step.ops.execute(program, pool, inputs, prepared)
+    # A TPU reads one of stacked layers where it is used, if that is known neither before the loop
+    # around it (turn) nor before the experts have run (after). Elsewhere it would copy more.
+    later = lax.platform_dependent(turn + after, tpu=lambda x: x, default=jnp.zeros_like)
+    layer = step.layer(s, offset + later)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, inputs.h)
     x = layer.add(x, y.reshape((*x.shape[:2], -1)), inputs.mix)
-    return after, _approach(step, way, next_offset, x, caches)
+    return after, _approach(step, way, next_offset + later, x, caches)
 
   def run_block(step: _Step, caches: Caches, kept: Any, x: jax.Array, inputs: Any):
     group, counts = kept
@@ -400,11 +417,11 @@ def _transition(
     groups = _replaced(flow.groups, segment.group, group)
     groups, ahead = _copies_ahead(step, way.segment, next_offset, flow, groups)
 
-    def advance(pools: Pools, caches: Caches) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
-      return compute(step, caches, pools[segment.group], flow.x, flow.inputs, prepared)
+    def advance(turn: jax.Array, pools: Pools, caches: Caches):
+      return compute(step, caches, pools[segment.group], flow.x, flow.inputs, prepared, turn)
 
     if ahead is None:
-      _, (caches, x, inputs) = advance({segment.group: group.pool}, caches)
+      _, (caches, x, inputs) = advance(jnp.int32(0), {segment.group: group.pool}, caches)
     else:
       pools = {g: groups[g].pool for g in {segment.group, ahead.group}}
       pools, (caches, x, inputs) = ahead_lib.advance_with_copies(

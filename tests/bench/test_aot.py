@@ -213,6 +213,19 @@ def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["decode", "staged_4096"])
+def test_v5p_scans_layers_that_take_turns(name):
+  """All layers of DeepSeek-V4-Flash; each layer's weights are read where they are used."""
+  require_compiler("v5p")
+  config = load_config("configs/deepseek_v4_flash.py")
+  config.engine.layer_loop = "scanned"
+  (row,) = aot.run([aot.Task(config, "v5p", name)])
+  assert row["prefetch_overlap"] if name == "decode" else row["staging_overlap"]
+  assert row["is_temp_within_bound"], (row["temp_bytes"], row["program_bytes"], row["temp_bound"])
+  assert row["is_bank_read_by_row"] and row["fits"]
+
+
+@pytest.mark.slow
 def test_v5p_hides_staged_layers_of_small_experts():
   """With the options of the decode step, layers would start when the experts have run."""
   require_compiler("v5p")

@@ -56,7 +56,7 @@ def temp_bound(
     model: the model.
     engine: shapes and formats.
     name: of the program, one of abstract.program_names.
-    prefetch_experts: most experts that are copied ahead for a layer in decode.
+    prefetch_experts: most experts that are copied ahead for a layer.
   """
   kind, _, length = name.partition("_")
   tokens, head_tokens = (int(length), 1) if length else (engine.batch_size,) * 2

@@ -198,7 +198,8 @@ class EngineConfig:
       64, 256); no wider than dtype.
     dense_format: storage of the linear maps of decoder layers: float (dtype), or w8a8 (int8 weights
       by output channel, int8 activations), made while loading.
-    layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models).
+    layer_loop: unrolled (fast steps) or scanned (fast compilation of deep models: MoE layers that
+      are equal or take turns are one loop, and staged together, from their largest threshold).
   """
 
   batch_size: int = 1

@@ -501,7 +501,8 @@ def _in_blocks(
   if count == 1:
     return run(step, caches, kept, x, inputs)
 
-  size, tokens = length // count, ("positions", "valid", "ids")
+  assert length % count == 0, "blocks of tokens are equally long"
+  size, names = length // count, ("positions", "valid", "ids")
 
   def axis(a: Any, num_tokens: int) -> int:  # [T, ..] or, of the one batch row, [1, T, ..]
     return 0 if a.shape[0] == num_tokens else 1
@@ -521,7 +522,7 @@ def _in_blocks(
     return () if inputs is None else (inputs.h, inputs.routing, inputs.valid, inputs.mix)
 
   def run_block(i, caches, kept, picks, x, parts):
-    of_block = {name: cut(getattr(step.tokens, name), i) for name in tokens}
+    of_block = {name: cut(getattr(step.tokens, name), i) for name in names}
     part = step._replace(tokens=step.tokens._replace(**of_block))
     picks, x, parts = jax.tree.map(lambda a: cut(a, i), (picks, x, parts))
     inputs = _unpredicted(*parts) if parts else None

@@ -206,7 +206,7 @@ def test_step_of_a_deep_model_with_scanned_layers_and_two_rows(target):
 
 @pytest.mark.slow
 def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
-  """Without the options for a TPU, the second array starts when the experts have run."""
+  """Without the option for a TPU, the second array starts when the experts have run."""
   require_compiler("v5p")
   (row,) = aot.run([aot.Task(_deepseek_v4([0, 0]), "v5p", "decode")])
   assert row["prefetch_overlap"], row["prefetch_hidden_by"]
@@ -227,7 +227,7 @@ def test_v5p_scans_layers_that_take_turns(name):
 
 @pytest.mark.slow
 def test_v5p_hides_staged_layers_of_small_experts():
-  """With the options of the decode step, layers would start when the experts have run."""
+  """Prefill is compiled without the options of the decode step."""
   require_compiler("v5p")
   (row,) = aot.run([aot.Task(_deepseek_v4([0, 0, 4, 128, 4]), "v5p", "staged_32768")])
   assert row["staging_overlap"]

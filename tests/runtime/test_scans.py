@@ -28,7 +28,7 @@ ENGINE = EngineSpec(
   layer_loop="scanned",
 )
 STEPS = 5
-LENGTHS = (14, 3)
+LENGTHS = (14, 1)
 SYSTEM = {"prefetch": PrefetchSpec(1), "staging": StagingSpec(True)}
 
 

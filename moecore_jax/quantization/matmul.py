@@ -7,7 +7,7 @@ from jax import lax
 from moecore_jax.quantization import formats, integers
 from moecore_jax.specs import ExpertFormat
 
-_TPU_ROWS = 8
+_TPU_ROWS = 8  # of a tile
 
 
 def affine(x: jax.Array, stored: jax.Array, fmt: ExpertFormat) -> jax.Array:

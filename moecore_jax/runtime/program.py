@@ -37,7 +37,7 @@ keyed by segment.
 
 ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
-_MAX_PERIOD = 8
+_MAX_PERIOD = 8  # kinds of layers that one scan runs; each is traced once more
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,7 +135,7 @@ class _Step(NamedTuple):
     """Returns the module of one layer of a segment."""
     segment, params = self.program.segments[s], self.params["layers"][s]
     if segment.length > 1:
-      params = jax.tree.map(lambda p: _row_major(p, offset), params)
+      params = jax.tree.map(lambda p: _as_held(p, offset), params)
     return bind_layer(self.program, segment.layer, params)
 
 
@@ -535,7 +535,7 @@ def _in_blocks(
   caches = {s: caches[s] for s in caches if s not in picks}
   results = jax.eval_shape(run_block, jnp.int32(0), caches, kept, picks, x, given)
   parts, others = jax.tree.map(whole, results[-2:])
-  is_in_place = _are_alike(given, parts)
+  is_in_place = _are_alike(given, parts)  # else the next layer routes otherwise, or is the first
 
   def body(i, carry):
     caches, kept, *wholes = carry
@@ -648,9 +648,9 @@ def attend(
     return layer.add(x, y, mix), caches
 
 
-def _row_major(stacked: jax.Array, offset: jax.Array) -> jax.Array:
-  """Returns one of stacked arrays, row-major: XLA would copy all of them to give it the layout of
-  an integer product."""
+def _as_held(stacked: jax.Array, offset: jax.Array) -> jax.Array:
+  """Returns one of stacked arrays in the layout that they are held in: XLA would copy all of them
+  to give it the layout of an integer product."""
   one = lax.dynamic_index_in_dim(stacked, offset, 0, keepdims=False)
   axes = tuple(range(one.ndim))
 

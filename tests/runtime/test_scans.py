@@ -48,8 +48,8 @@ def spec(kinds: str):
   return dataclasses.replace(base, layers=(dense, *map(layer, kinds)))
 
 
-def run(kinds: str, slots: int, engine: EngineSpec = ENGINE, policy: str = "lru", **kwargs):
-  residency = ResidencySpec(policy, (slots,) * len(kinds), **kwargs)
+def run(kinds: str, slots: int, engine: EngineSpec = ENGINE, **kwargs):
+  residency = ResidencySpec("lru", (slots,) * len(kinds), **kwargs)
   if slots == 16:  # all
     counts = tuple(
       g.num_experts

@@ -230,7 +230,8 @@ class _Rules(Rules):
     if moe.router.is_hash:
       key = prefix + "ffn.gate.tid2eid"
       shape = (self.spec.vocab_size, moe.router.num_experts_per_tok)
-      self.dense((*path, "router", "table"), key, shape, lambda ids: ids.astype(np.int32))
+      path = (*path, "router", "table")
+      self.dense(path, key, shape, lambda ids: ids.T.astype(np.int32), axis=1)
       self.id_tables[key] = moe.router.num_experts
 
   def mlp(self, target: km.Path, prefix: str, hidden: int) -> None:

@@ -96,9 +96,10 @@ class Rules:
     shape: tuple[int, ...],
     make: Callable[[np.ndarray], np.ndarray] = km.keep,
     entry_rows: int = 1,
+    axis: int = 0,
   ) -> None:
     self.shapes[key] = shape
-    self.dense_rules.append(km.DenseRule(target, (key,), make, entry_rows=entry_rows))
+    self.dense_rules.append(km.DenseRule(target, (key,), make, axis, entry_rows))
 
   def kernel(self, target: km.Path, shape: tuple[int, int], *keys: str) -> None:
     """A kernel [in, out] of matrices that are published as [out, in], side by side."""

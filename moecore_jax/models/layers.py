@@ -23,6 +23,14 @@ def rms_norm(dim: int, eps: float, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.RMSN
   return nnx.RMSNorm(dim, epsilon=eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
 
 
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+  """Returns a product [..., H * R] as [..., H, R].
+
+  The product comes first: else XLA for TPU may split its matrix by heads, in another layout.
+  """
+  return lax.optimization_barrier(x).reshape((*x.shape[:-1], num_heads, -1))
+
+
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
   """Returns x over the root of its mean square along the last axis, in float32."""
   x = x.astype(jnp.float32)

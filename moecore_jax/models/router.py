@@ -31,7 +31,7 @@ class SelectionBias(nnx.Variable):
 
 
 class HashTable(nnx.Variable):
-  """The experts of each token id, int32 [V, A]; published with the weights, never trained."""
+  """The experts of each token id, int32 [A, V]; published with the weights, never trained."""
 
 
 class Router(nnx.Module):
@@ -51,7 +51,7 @@ class Router(nnx.Module):
     if spec.is_hash:
       shape = (vocab_size, spec.num_experts_per_tok)
       rows = jnp.arange(shape[0] * shape[1], dtype=jnp.int32).reshape(shape)
-      self.table = HashTable(rows % spec.num_experts)
+      self.table = HashTable(rows.T % spec.num_experts)
 
   def __call__(self, h: jax.Array, token_ids: jax.Array) -> Routing:
     """Routes tokens.
@@ -73,7 +73,10 @@ class Router(nnx.Module):
     if spec.num_groups > 1:
       selection = _keep_best_groups(selection, spec)
     if spec.is_hash:
-      topk_ids = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
+      # Single numbers, not columns: for those, XLA for TPU pads the table to 128 lanes a token.
+      columns = jnp.arange(spec.num_experts_per_tok) * self.table.shape[1]
+      places = columns[None, :] + token_ids[:, None]
+      topk_ids = jnp.take(self.table[...].reshape(-1), places, mode="clip")
       selection = jax.nn.one_hot(topk_ids, spec.num_experts, dtype=jnp.float32).max(1)
     else:
       _, topk_ids = lax.top_k(selection, spec.num_experts_per_tok)

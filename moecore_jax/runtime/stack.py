@@ -131,9 +131,22 @@ class _Step(NamedTuple):
       return staging.gather_layer(bank, group, index, after)
     return staging.fetch_layer(bank, index, group.tables.expert_to_slot.shape[1], after)
 
-  def layer(self, s: int, offset: jax.Array) -> Any:
-    """Returns the module of one layer of a segment."""
+  def layer(self, s: int, offset: jax.Array, after: Any = ()) -> Any:
+    """Returns the module of one layer of a segment.
+
+    Args:
+      s: the segment.
+      offset: int32 scalar, the layer's place in it.
+      after: arrays that a GPU knows before it reads the layer: else XLA would slice and unpack the
+        weights of several products, and layers, ahead of them, and hold them all.
+    """
     segment, params = self.program.segments[s], self.params["layers"][s]
+    params = lax.platform_dependent(
+      params,
+      after,
+      cuda=lambda params, after: lax.optimization_barrier((params, after))[0],
+      default=lambda params, _: params,
+    )
     if segment.length > 1:
       params = jax.tree.map(lambda p: _as_held(p, offset), params)
     return bind_layer(self.program, segment.layer, params)
@@ -390,10 +403,10 @@ def _transition(
   ) -> tuple[jax.Array, tuple[Caches, jax.Array, Any]]:
     pool = pool if flow.buffer is None else flow.buffer
     y, after = step.ops.execute(program, pool, inputs, prepared)
-    # A TPU reads one of stacked layers where it is used, if that is known neither before the loop
-    # around it (turn) nor before the experts have run (after). Elsewhere it would copy more.
+    # A TPU reads one of stacked layers where it is used, if which one is known neither before the
+    # loop around it (turn) nor before the experts have run (after).
     later = lax.platform_dependent(turn + after, tpu=lambda x: x, default=jnp.zeros_like)
-    layer = step.layer(s, offset + later)
+    layer = step.layer(s, offset + later, y)
     with jax.named_scope("shared_expert"):
       y = layer.mlp.add_shared(y, inputs.h)
     x = layer.add(x, y.reshape((*x.shape[:2], -1)), inputs.mix)
@@ -598,13 +611,13 @@ def _approach(
   block = step.program.engine.kv_block_tokens
   for s in way.dense:
     first = jnp.int32(0)
-    layer = step.layer(s, first)
+    layer = step.layer(s, first, x)
     x, caches = attend(layer, first, x, caches, s, step.tokens, block)
     h, mix = layer.mlp_input(x)
     x = layer.add(x, layer.mlp(h), mix)
   if way.segment is None:
     return caches, x, None
-  layer = step.layer(way.segment, offset)
+  layer = step.layer(way.segment, offset, x)
   x, caches = attend(layer, offset, x, caches, way.segment, step.tokens, block)
   h, mix = layer.mlp_input(x)
   flat = h.reshape(-1, h.shape[-1])  # one of B and T is 1: the order is (position, row)

@@ -24,7 +24,7 @@ from moecore_jax.models.attention.blockwise import (
 from moecore_jax.models.attention.cache import LayerCache, pad_rows
 from moecore_jax.models.attention.compressor import Compressor, EntryIndexer
 from moecore_jax.models.attention.indexer import best_keys
-from moecore_jax.models.layers import apply_rope, linear, rms_norm, unit_rms
+from moecore_jax.models.layers import apply_rope, linear, rms_norm, split_heads, unit_rms
 from moecore_jax.specs import CompressedSpec
 
 QUERIES_AT_A_TIME = 16
@@ -76,7 +76,7 @@ class CompressedAttention(nnx.Module):
   def queries(self, low: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns scaled queries [B, T, 1, H, R] for what `low_rank` returns."""
     spec = self.spec
-    q = self.q_b_proj(low).reshape((*low.shape[:2], 1, spec.num_heads, spec.head_dim))
+    q = split_heads(self.q_b_proj(low), spec.num_heads)[:, :, None]
     q = apply_rope(unit_rms(q, self.eps).astype(low.dtype), positions, spec.rope)
     return q * jnp.asarray(spec.head_dim**-0.5, q.dtype)
 

@@ -17,7 +17,7 @@ from moecore_jax.models.attention.blockwise import (
   window_attention,
 )
 from moecore_jax.models.attention.cache import LayerCache, pad_rows
-from moecore_jax.models.layers import apply_rope, linear, rms_norm
+from moecore_jax.models.layers import apply_rope, linear, rms_norm, split_heads
 from moecore_jax.specs import GQASpec
 
 
@@ -52,7 +52,7 @@ class GQAttention(nnx.Module):
     q = self.q_proj(x)
     if spec.qk_norm == "full":
       q = self.q_norm(q)
-    q = q.reshape((*x.shape[:2], spec.num_heads, spec.head_dim))
+    q = split_heads(q, spec.num_heads)
     if spec.qk_norm == "head":
       q = self.q_norm(q)
     q = apply_rope(q, positions, spec.rope)
@@ -65,8 +65,7 @@ class GQAttention(nnx.Module):
     k, v = self.k_proj(x), self.v_proj(x)
     if spec.qk_norm == "full":
       k = self.k_norm(k)
-    heads = (*x.shape[:2], spec.num_kv_heads, spec.head_dim)
-    k, v = k.reshape(heads), v.reshape(heads)
+    k, v = split_heads(k, spec.num_kv_heads), split_heads(v, spec.num_kv_heads)
     if spec.qk_norm == "head":
       k = self.k_norm(k)
     return apply_rope(k, positions, spec.rope), v

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from moecore_jax.models.attention.blockwise import rows_of_block
-from moecore_jax.models.layers import apply_rope, linear
+from moecore_jax.models.layers import apply_rope, linear, split_heads
 from moecore_jax.specs import IndexerSpec
 
 KEY_NORM_EPS = 1e-6
@@ -47,7 +47,7 @@ class IndexQueries(nnx.Module):
       positions: int32 [B, T].
     """
     spec = self.spec
-    q = self.q_proj(low).reshape((*x.shape[:2], spec.num_heads, spec.head_dim))
+    q = split_heads(self.q_proj(low), spec.num_heads)
     weights = self.weights_proj(x).astype(jnp.float32) * (spec.num_heads * spec.head_dim) ** -0.5
     return apply_rope(q, positions, spec.rope), weights
 

@@ -19,7 +19,7 @@ from jax import lax
 from moecore_jax.models.attention.blockwise import blockwise_attention
 from moecore_jax.models.attention.cache import LayerCache, pad_rows
 from moecore_jax.models.attention.indexer import Indexer, best_keys
-from moecore_jax.models.layers import apply_rope, linear, rms_norm, yarn_mscale
+from moecore_jax.models.layers import apply_rope, linear, rms_norm, split_heads, yarn_mscale
 from moecore_jax.specs import MLASpec
 
 LATENT_NORM_EPS = 1e-6  # of both low-rank norms, whatever the model's own epsilon
@@ -75,7 +75,7 @@ class MLAttention(nnx.Module):
     """
     spec = self.spec
     project = self.q_proj if spec.q_lora_rank is None else self.q_b_proj
-    q = project(low).reshape((*low.shape[:2], spec.num_heads, -1))
+    q = split_heads(project(low), spec.num_heads)
     q_nope, q_rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
     absorbed = lax.platform_dependent(
       q_nope, self.k_up_proj[...], cuda=_absorb_in_two_rows, default=_absorb

@@ -89,6 +89,7 @@ def get_config(preset: str = "") -> RunConfig:
       kv_block_tokens=512,
       dtype="bfloat16",
       expert_format="w4a8",
+      layer_loop="scanned",
     ),
     device=DeviceConfig(memory_bytes=84 << 30 if preset == "gib" else 84_000_000_000),
   )

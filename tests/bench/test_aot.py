@@ -213,13 +213,15 @@ def test_v5p_hides_prefetches_of_small_experts_beside_large_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode", "staged_4096"])
-def test_v5p_scans_layers_that_take_turns(name):
+@pytest.mark.parametrize("target", ["h200", "v5p"])
+@pytest.mark.parametrize(("name", "batch_size"), [("decode", 1), ("decode", 2), ("staged_4096", 1)])
+def test_layers_that_take_turns_are_scanned(target, name, batch_size):
   """All layers of DeepSeek-V4-Flash; each layer's weights are read where they are used."""
-  require_compiler("v5p")
+  require_compiler(target)
   config = load_config("configs/deepseek_v4_flash.py")
-  config.engine.layer_loop = "scanned"
-  (row,) = aot.run([aot.Task(config, "v5p", name)])
+  config.engine.batch_size = batch_size
+  (row,) = aot.run([aot.Task(config, target, name)])
+  assert row["layer_loop"] == "scanned"
   assert row["prefetch_overlap"] if name == "decode" else row["staging_overlap"]
   assert row["is_temp_within_bound"], (row["temp_bytes"], row["program_bytes"], row["temp_bound"])
   assert row["is_bank_read_by_row"] and row["fits"]

@@ -46,7 +46,6 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
   module = hlo.parse(program.hlo)
   reads = bank_reads.bank_reads(module)
   bound = bounds.temp_bound(model, engine, name, residency.prefetch.max_experts)
-  program_bytes = bounds.tpu_program_bytes(module, program.code_bytes) if target == "v5p" else 0
   compile_bound_s = COMPILE_BOUND_S[engine.layer_loop]
   if engine.layer_loop == "unrolled":
     compile_bound_s *= len(model.layers)
@@ -68,8 +67,7 @@ def measure(config: RunConfig, target: str, name: str, hlo_path: str) -> dict[st
     "temp_bytes": program.temp_bytes,
     "temp_bound_bytes": bound.total_bytes,
     "temp_bound": str(bound),
-    "program_bytes": program_bytes,
-    "is_temp_within_bound": program.temp_bytes - program_bytes <= bound.total_bytes,
+    "is_temp_within_bound": program.temp_bytes <= bound.total_bytes,
     "host_argument_bytes": program.host_argument_bytes,
     "host_temp_bytes": program.host_temp_bytes,
     "host_compute_ops": bank_reads.host_compute_ops(module),

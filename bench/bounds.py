@@ -1,9 +1,7 @@
 """What a compiled program may need: the bound on temporary device bytes, in a formula."""
 
 import dataclasses
-import re
 
-from bench import hlo
 from moecore_jax.models.experts import expert_bytes
 from moecore_jax.runtime import plan
 from moecore_jax.specs import EngineSpec, ModelSpec
@@ -75,28 +73,3 @@ def temp_bound(
     + engine.batch_size * costs.row_bytes
     + head_tokens * costs.head_bytes,
   )
-
-
-_TPU_TUPLE_BYTES = 16 << 10
-_NOT_MADE = ("parameter", "get-tuple-element")
-
-
-def tpu_program_bytes(module: hlo.Module, code_bytes: int) -> int:
-  """Returns what a program for a TPU may keep of itself in what XLA counts as its temporary bytes.
-
-  Two things, seen in XLA's own report of a program that is too large: the table of pointers of each
-  tuple that an instruction returns takes 16 KiB, and no two share them; and the overlays, parts of
-  the code (here at most all of it). Both grow with the number of unrolled layers, and nothing of
-  the model's data is among them.
-
-  Args:
-    module: the program.
-    code_bytes: its generated code.
-  """
-  tuples = sum(
-    re.sub(r"\{[^}]*\}", "", instruction.shape).count("(")
-    for computation in module.scheduled
-    for instruction in computation.instructions.values()
-    if instruction.opcode not in _NOT_MADE
-  )
-  return tuples * _TPU_TUPLE_BYTES + code_bytes

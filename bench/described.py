@@ -105,7 +105,6 @@ class Program:
     alias_bytes: outputs that take the memory of donated arguments.
     output_bytes: device outputs, aliased ones included.
     temp_bytes: device memory beyond arguments and outputs at the peak.
-    code_bytes: generated code.
     host_argument_bytes: arguments in pinned host memory.
     host_temp_bytes: host memory beyond those.
   """
@@ -117,7 +116,6 @@ class Program:
   alias_bytes: int
   output_bytes: int
   temp_bytes: int
-  code_bytes: int
   host_argument_bytes: int
   host_temp_bytes: int
 
@@ -184,7 +182,6 @@ def compile_for(target: str, jitted: Any, args: tuple[Any, ...]) -> Program:
     alias_bytes=memory.alias_size_in_bytes,
     output_bytes=memory.output_size_in_bytes,
     temp_bytes=memory.temp_size_in_bytes,
-    code_bytes=memory.generated_code_size_in_bytes,
     host_argument_bytes=host_bytes,
     host_temp_bytes=memory.host_temp_size_in_bytes,
   )

@@ -9,9 +9,12 @@ import pytest
 from moecore_jax.runtime.program import make_program
 from moecore_jax.specs import (
   EngineSpec,
+  IndexerSpec,
   LayerPrefetchSpec,
+  LayerSpec,
   PrefetchSpec,
   ResidencySpec,
+  RopeSpec,
   StagingSpec,
 )
 from moecore_jax.testing import tiny
@@ -35,15 +38,20 @@ SYSTEM = {"prefetch": PrefetchSpec(1), "staging": StagingSpec(True)}
 @functools.cache
 def spec(kinds: str):
   """Returns a model with a MoE layer of each of these kinds: they differ in their shared experts,
-  those in capitals in their routed experts, too. A dense layer comes first."""
+  those in capitals in their routed experts, too; `i` has an indexer, `j` takes the keys that it
+  chose. A dense layer comes first."""
   base = tiny.tiny_spec(num_moe_layers=1, num_experts=16, num_experts_per_tok=3)
   dense, moe = base.layers
 
   def layer(kind: str):
     router = dataclasses.replace(moe.mlp.router, num_experts=8 if kind.isupper() else 16)
-    shared_dim = 8 * (1 + "abc".index(kind.lower()))
+    shared_dim = 8 * (1 + "abcij".index(kind.lower()))
     mlp = dataclasses.replace(moe.mlp, router=router, shared_dim=shared_dim)
-    return dataclasses.replace(moe, mlp=mlp)
+    attention = moe.attention
+    if kind in "ij":
+      indexer = IndexerSpec(2, 8, 6, RopeSpec(8), kind == "j")
+      attention = dataclasses.replace(attention, q_lora_rank=12, indexer=indexer)
+    return LayerSpec(attention, mlp)
 
   return dataclasses.replace(base, layers=(dense, *map(layer, kinds)))
 
@@ -92,11 +100,12 @@ def test_without_prefetches_the_first_layer_is_scanned_too():
 
 
 @pytest.mark.parametrize(
-  "kinds", ["cababab", "caBaB", pytest.param("cabcabc", marks=pytest.mark.slow)]
+  "kinds",
+  ["caBaB", "ijijij", *(pytest.param(k, marks=pytest.mark.slow) for k in ("cababab", "cabcabc"))],
 )
 def test_the_same_bits_as_all_resident_and_the_same_counts_as_unrolled(kinds):
   """Prompts of two blocks that are staged and a short one that is not; rings of two layers, of two
-  that differ in shape, and of three."""
+  that differ in shape, and of three; keys that are chosen in one turn and read in the next."""
   got, counters, topk_ids = run(kinds, 6, **SYSTEM)
   assert_same(got, run(kinds, 16)[0])
   assert counters["prefill_staged"].any() and counters["decode_prefetches"].any()

@@ -7,6 +7,10 @@ its programs need on a device.
 84 of 256 slots in each layer and 376832 tokens of context need 75.62 GB of 79.80 GB: dense weights
 14.78, KV cache 2.60, expert slots 45.58, layer buffers 6.46. The bank has 142.10 GB of host memory.
 
+Layers are scanned: the step compiles in 34 s for an H200 and in 35 s for a v5p. Before a product, a
+GPU copies the scanned layer's matrix (0.25 to 0.27 GB a layer in all); with
+`--config.engine.layer_loop=unrolled` it does not, and the step compiles in about 5 minutes.
+
 Presets: none (84 GB, 84 slots in every layer), `nonuniform` (78, 84 or 120 slots, the same 3612 in
   all), `gib` (84 GiB).
 """

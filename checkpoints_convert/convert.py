@@ -25,6 +25,7 @@ from moecore_jax import memory
 from moecore_jax.checkpoint import assemble, store, template, writer
 from moecore_jax.checkpoint.published import PublishedCheckpoint
 from moecore_jax.models.experts import expert_bytes
+from moecore_jax.quantization.formats import narrowed
 from moecore_jax.specs import ExpertFormat
 
 _FLOATS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -61,16 +62,19 @@ def convert(
 
   Raises:
     ValueError: the source is missing or corrupt, the output exists, another run writes it, or the
-      disk is full; nothing is left behind. What is interrupted leaves OUTPUT.partial.
+      disk has no room for it; nothing is left behind. What is interrupted leaves OUTPUT.partial.
+    OSError: it cannot be written; OUTPUT.partial is left, and the next run goes on from there.
   """
   _one_of("expert_format", expert_format, ("", *EXPERT_FORMATS))
   _one_of("dtype", dtype, ("", *DENSE_DTYPES))
+  if store.is_store(source):
+    raise ValueError(f"{source}: the input is converted already; give the published folder")
   checkpoint = PublishedCheckpoint(source)
   fmt = cast(ExpertFormat, expert_format) if expert_format else _published_format(checkpoint)
   parts = [*_dense_parts(checkpoint, dtype), *_bank_parts(checkpoint, fmt)]
   total = sum(part.num_bytes for part in parts)
   target = pathlib.Path(output)
-  _check_output(target, total)
+  _check_output(target, checkpoint.folder, total)
   identity = _identity(checkpoint, fmt, dtype)
   with _partial_folder(target) as partial, memory.returning_freed_blocks(), _workers() as pool:
     written = writer.StoreWriter(partial, identity)
@@ -136,7 +140,7 @@ def _dense_parts(checkpoint: PublishedCheckpoint, dtype: str) -> Iterator[_Part]
       leaf = leaf[step]
     name, axis = store.dotted(cut.rule.target), cut.rule.axis
     shape = (*leaf.shape[:axis], cut.stop - cut.start, *leaf.shape[axis + 1 :])
-    published = np.result_type(*map(checkpoint.dtype_of, cut.rule.sources))
+    published = assemble.common_dtype(map(checkpoint.dtype_of, cut.rule.sources))
     stored = np.dtype(leaf.dtype) if dtype else published
     as_float32 = memory.num_bytes(shape, np.dtype(np.float32))
     if cuts and (name in cuts or size + as_float32 > assemble.MAX_CHUNK_BYTES):
@@ -156,10 +160,12 @@ class _Dense(NamedTuple):
 
 def _dense_part(checkpoint: PublishedCheckpoint, index: int, cuts: dict[str, _Dense]) -> _Part:
   def make() -> dict[str, np.ndarray]:
-    return {
-      name: cut.read(checkpoint.keymap, checkpoint.read).astype(dtype, copy=False)
-      for name, (cut, _, dtype) in cuts.items()
-    }
+    arrays = {}
+    for name, (cut, _, dtype) in cuts.items():
+      array = cut.read(checkpoint.keymap, checkpoint.read)
+      with assemble.telling(cut.rule.sources[0]):
+        arrays[name] = narrowed(array, dtype)
+    return arrays
 
   places = {name: [d.cut.rule.axis, d.cut.start, d.cut.stop] for name, d in cuts.items()}
   num_bytes = sum(memory.num_bytes(d.shape, d.dtype) for d in cuts.values())
@@ -200,15 +206,21 @@ def _published_format(checkpoint: PublishedCheckpoint) -> ExpertFormat:
   return "bfloat16" if narrow else "float32"
 
 
-def _check_output(target: pathlib.Path, num_bytes: int) -> None:
-  parent = target.resolve().parent
+def _check_output(target: pathlib.Path, source: pathlib.Path, num_bytes: int) -> None:
+  parent, partial = target.resolve().parent, _partial_path(target)
   if not parent.is_dir():
     raise ValueError(f"{target}: its folder does not exist; create it first")
   is_free = not target.exists() or (target.is_dir() and not any(target.iterdir()))
   if target.is_symlink() or not is_free:
     raise ValueError(f"{target}: the output exists; remove it or choose another folder")
+  if target.resolve().is_relative_to(source.resolve()):
+    raise ValueError(f"{target}: the output is within the input; choose another folder")
+  if partial.is_symlink() or (partial.exists() and not writer.is_partial(partial)):
+    raise ValueError(
+      f"{partial}: no conversion has written what is there; remove it or choose another output"
+    )
   needed = int(num_bytes * (1 + _SPARE_DISK_FRAC)) + _SPARE_DISK_BYTES
-  left = _partial_path(target).rglob("*")  # by a killed run; used again or removed
+  left = partial.rglob("*")  # by a killed run; used again or removed
   free = shutil.disk_usage(parent).free + sum(p.stat().st_size for p in left if p.is_file())
   if free < needed:
     raise ValueError(
@@ -218,7 +230,8 @@ def _check_output(target: pathlib.Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Gives a locked folder beside the output; removes it if a fault is found."""
+  """Gives a locked folder beside the output; removes it if a fault is found, but not if it cannot
+  be written, as on a full disk."""
   partial = _partial_path(target)
   partial.mkdir(exist_ok=True)
   lock = os.open(partial, os.O_RDONLY)
@@ -231,6 +244,8 @@ def _partial_folder(target: pathlib.Path) -> Iterator[pathlib.Path]:
       raise ValueError(f"{target}: another conversion has just ended; look at its output")
     try:
       yield partial
+    except OSError:
+      raise
     except Exception:
       shutil.rmtree(partial, ignore_errors=True)
       raise

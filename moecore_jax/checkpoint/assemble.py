@@ -5,8 +5,9 @@ What is read and written at a time is planned from shapes alone (`dense_cuts`, `
 a run can be told which parts it still has to make.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,8 @@ class DenseCut(NamedTuple):
       if start < stop:
         parts.append(self.rule.make(read(key, start * rows, stop * rows)))
       first += count
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, self.rule.axis)
+    dtype = common_dtype(part.dtype for part in parts)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, self.rule.axis, dtype=dtype)
 
 
 class DensePiece(NamedTuple):
@@ -134,6 +136,21 @@ def bank_cuts(spec: ModelSpec, fmt: ExpertFormat) -> Iterator[BankCut]:
         yield BankCut(bank, g, start, min(start + step, group.num_rows))
 
 
+@contextlib.contextmanager
+def telling(key: str) -> Iterator[None]:
+  """Lets a fault that is found within say the published key."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f"{key}: {error}") from error
+
+
+def common_dtype(dtypes: Iterable[np.dtype]) -> np.dtype:
+  """Returns the one dtype of all, or float32: NumPy has no common one for bfloat16 and float16."""
+  given = set(dtypes)
+  return given.pop() if len(given) == 1 else np.dtype(np.float32)
+
+
 class ExpertReader:
   """Reads rows of banks.
 
@@ -157,9 +174,12 @@ class ExpertReader:
     }
     for i in range(count):
       rule = self._rules[cut.bank, cut.group, cut.start + i]
-      gate_up, down = rule.make(*(self._source(key, rule.entry) for key in rule.sources))
-      _copy(arrays["gate_up"][i], pack(gate_up, self._fmt, group.has_bias))
-      _copy(arrays["down"][i], pack(down, self._fmt, group.has_bias))
+      sources = [self._source(key, rule.entry) for key in rule.sources]
+      dtype = common_dtype(source.dtype for source in sources)
+      gate_up, down = rule.make(*(source.astype(dtype, copy=False) for source in sources))
+      with telling(rule.sources[0]):
+        _copy(arrays["gate_up"][i], pack(gate_up, self._fmt, group.has_bias))
+        _copy(arrays["down"][i], pack(down, self._fmt, group.has_bias))
     return arrays
 
   def _source(self, key: str, entry: int | None) -> np.ndarray:

@@ -59,13 +59,13 @@ def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
   if store.is_store(path):
     source = store.StoredCheckpoint(path)
     pieces, chunks = source.dense_pieces(), source.bank_chunks(expert_format)
-    fingerprint = source.fingerprint
+    name = source.fingerprint
   else:
     source = PublishedCheckpoint(path)
     keymap, read, spec = source.keymap, source.read, source.spec
     pieces = assemble.dense_pieces(keymap, read)
     chunks = assemble.bank_chunks(keymap, read, spec, expert_format)
-    fingerprint = source.fingerprint()
+    name = source.fingerprint()
   wanted = template.bank_template(source.spec, expert_format)
   memory.check_host_limit(template.total_bytes(wanted))
   with memory.returning_freed_blocks():
@@ -78,8 +78,17 @@ def load(path: str, *, dtype: jnp.dtype, expert_format: ExpertFormat) -> Loaded:
     banks=banks["experts"],
     mtp_banks=banks["mtp_experts"],
     tokenizer_path=str(tokenizer) if tokenizer.is_file() else None,
-    fingerprint=fingerprint,
+    fingerprint=name,
   )
+
+
+def fingerprint(folder: str) -> str:
+  """Returns what names the weights of a published or converted folder.
+
+  Raises:
+    ValueError: the folder is missing or corrupt.
+  """
+  return store.known_fingerprint(folder) or PublishedCheckpoint(folder).fingerprint()
 
 
 def place_dense(pieces: Iterable[assemble.DensePiece], wanted: dict[str, Any]) -> dict[str, Any]:

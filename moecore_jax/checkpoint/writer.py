@@ -5,6 +5,7 @@ The journal, one JSON line an item, says what is there; it goes when the checkpo
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -135,8 +136,19 @@ class StoreWriter:
         _remove(folder)
 
   def _save(self, target: pathlib.Path, arrays: dict[str, np.ndarray]) -> None:
-    with contextlib.closing(checkpointer()) as writer:
-      writer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
+    try:
+      with contextlib.closing(checkpointer()) as writer:
+        writer.save(target.resolve(), args=ocp.args.PyTreeSave(arrays))
+    except Exception as error:
+      reason = os.strerror(errno.ENOSPC)
+      if reason not in str(error):
+        raise
+      raise OSError(errno.ENOSPC, reason, str(target)) from error
+
+
+def is_partial(folder: pathlib.Path) -> bool:
+  """Tells whether a folder is what a run has left: one with a journal, or an empty one."""
+  return folder.is_dir() and ((folder / JOURNAL).is_file() or not any(folder.iterdir()))
 
 
 def _written(folder: pathlib.Path, first: str) -> dict[str, Item] | None:

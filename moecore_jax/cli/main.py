@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failure, 2 the user's fault (one message on stderr, nothin
 """
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -27,7 +28,18 @@ _VERBS = {
   "train": "train the demo model from scratch",
 }
 _OUR_PACKAGES = ("moecore_jax", "checkpoints_convert", "bench", "config_config", "__main__")
-_USER_OS_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+_USER_ERRNOS = (
+  errno.ENOENT,
+  errno.EACCES,
+  errno.EPERM,
+  errno.ENOTDIR,
+  errno.EISDIR,
+  errno.EEXIST,
+  errno.EROFS,
+  errno.ENAMETOOLONG,
+  errno.ELOOP,
+  errno.ENOSPC,
+)
 
 
 def usage() -> str:
@@ -80,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 def is_user_fault(error: BaseException) -> bool:
   """Tells wrong input from failure: a ValueError that our code raised, or a file out of reach."""
-  if isinstance(error, _USER_OS_ERRORS):
-    return error.filename is not None
+  if isinstance(error, OSError):
+    return error.filename is not None and error.errno in _USER_ERRNOS
   return isinstance(error, ValueError) and _raised_by(error.__traceback__) in _OUR_PACKAGES
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from moecore_jax import checkpoint
 from moecore_jax.config import RunConfig
 from moecore_jax.evaluation import metrics, tasks
 from moecore_jax.evaluation.results import ResultLog
@@ -132,6 +133,7 @@ def _asked(config: RunConfig, items: Mapping[str, Sequence[tasks.Item]]) -> dict
   del plain["train"]
   if config.model.checkpoint:
     plain["model"]["checkpoint"] = os.path.abspath(config.model.checkpoint)
+    plain["model"]["fingerprint"] = checkpoint.fingerprint(config.model.checkpoint)
   digests = {
     task: hashlib.sha256(json.dumps([dataclasses.asdict(i) for i in part]).encode()).hexdigest()
     for task, part in items.items()

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from moecore_jax.quantization import integers
 from moecore_jax.specs import ExpertFormat
@@ -73,6 +74,19 @@ def storage_shape(
   return rows + extra, columns // values
 
 
+def narrowed(weight: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+  """Returns a finite host weight in another dtype.
+
+  Raises:
+    ValueError: a number is too large for it.
+  """
+  with np.errstate(over="ignore"):
+    result = weight.astype(dtype, copy=False)
+  if result.dtype.itemsize < weight.dtype.itemsize and not np.isfinite(result).all():
+    raise ValueError(f"a weight is too large for {result.dtype}; use float32")
+  return result
+
+
 def pack(weight: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.ndarray:
   """Packs a host weight.
 
@@ -93,7 +107,7 @@ def pack(weight: np.ndarray, fmt: ExpertFormat, has_bias: bool = False) -> np.nd
     weight = np.asarray(weight, np.float32)
     kernel, bias = np.split(weight, [rows], axis=-2)
     return integers.pack(kernel, bias, bits(fmt), group_rows(fmt, rows))
-  halves = np.asarray(weight).astype(jnp.bfloat16).view(np.uint16)
+  halves = narrowed(np.asarray(weight), jnp.bfloat16).view(np.uint16)
   low, high = np.split(halves, 2, axis=-1)
   return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 

@@ -1,5 +1,6 @@
 """Conversion: whole or not at all, whatever happens on the way."""
 
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -282,16 +284,94 @@ def test_foreign_leftovers_are_removed(source, tmp_path):
   partial = tmp_path / "out.partial"
   (partial / "banks" / "experts.9").mkdir(parents=True)
   (partial / store.MANIFEST).write_text("{}")
+  (partial / writer.JOURNAL).write_text("of another run")
   convert(str(source), str(tmp_path / "out"), show_progress=False)
   assert _names(tmp_path) == ["out", "source"]
   assert _names(tmp_path / "out" / "banks") == ["experts.0", "mtp_experts.0"]
   checkpoint.load(str(tmp_path / "out"), dtype=jnp.float32, expert_format="float32")
 
 
+@pytest.mark.parametrize("kind", ["folder", "link", "file"])
+def test_what_no_conversion_wrote_is_not_removed(source, tmp_path, kind):
+  partial, theirs = tmp_path / "out.partial", tmp_path / "theirs"
+  theirs.mkdir()
+  (theirs / "notes").write_text("precious")
+  if kind == "folder":
+    theirs.rename(partial)
+  elif kind == "link":
+    partial.symlink_to(theirs)
+  else:
+    partial.write_text("precious")
+  with pytest.raises(ValueError, match="no conversion has written what is there"):
+    convert(str(source), str(tmp_path / "out"), show_progress=False)
+  kept = partial if kind == "file" else partial / "notes"
+  assert kept.read_text() == "precious"
+
+
+def test_a_disk_that_fills_up_keeps_what_is_written(source, tmp_path, monkeypatch, capsys):
+  arguments = ["convert", f"--input={source}", f"--output={tmp_path / 'out'}"]
+
+  def fail(self, target, args):
+    raise ValueError(f"RESOURCE_EXHAUSTED: {os.strerror(errno.ENOSPC)}")
+
+  class Full:
+    save, close = fail, lambda self: None
+
+  with monkeypatch.context() as patch:
+    opened = []
+    checkpointer = writer.checkpointer
+    patch.setattr(
+      writer,
+      "checkpointer",
+      lambda: opened.append(0) or (Full() if len(opened) > 1 else checkpointer()),
+    )
+    assert main.main(arguments) == 2
+  assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+  assert main.main(arguments) == 0
+  assert "goes on where a run was killed, 1 of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtypes", [(np.float16, ml_dtypes.bfloat16), (np.float16, np.float32)])
+def test_weights_of_several_dtypes(source, tmp_path, dtypes):
+  """Of one expert, and of the two halves of one kernel."""
+  keys = [f"model.layers.2.mlp.{part}.up_proj.weight" for part in ("experts.3", "shared_experts")]
+  for key in keys:
+    for name, dtype in zip((key, key.replace("up_proj", "gate_proj")), dtypes, strict=True):
+      file = _shard_of(source, name)
+      tensors = safetensors.numpy.load_file(file)
+      tensors[name] = tensors[name].astype(dtype)
+      safetensors.numpy.save_file(tensors, file)
+  expected = checkpoint.load(str(source), dtype=jnp.float32, expert_format="float32")
+  convert(str(source), str(tmp_path / "out"), show_progress=False)
+  got = checkpoint.load(str(tmp_path / "out"), dtype=jnp.float32, expert_format="float32")
+  jax.tree.map(np.testing.assert_array_equal, got.banks, expected.banks)
+  jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
+
+
+def test_numbers_too_large_for_the_format_are_refused(source, tmp_path):
+  file = _shard_of(source, EXPERT)
+  tensors = safetensors.numpy.load_file(file)
+  tensors[EXPERT][0, 0] = np.finfo(np.float32).max
+  safetensors.numpy.save_file(tensors, file)
+  with pytest.raises(ValueError, match=r"experts\.3\..*too large for bfloat16"):
+    convert(str(source), str(tmp_path / "out"), expert_format="bfloat16", show_progress=False)
+  assert _names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["converted", "within"])
+def test_inputs_and_outputs_that_are_mixed_up(source, tmp_path, kind):
+  words, out = "is within the input", source / "out"
+  if kind == "converted":
+    convert(str(source), str(tmp_path / "done"), show_progress=False)
+    source, words, out = tmp_path / "done", "converted already", tmp_path / "out"
+  with pytest.raises(ValueError, match=words):
+    convert(str(source), str(out), show_progress=False)
+
+
 def test_two_runs_do_not_write_one_output(source, tmp_path):
   partial = tmp_path / "out.partial"
   partial.mkdir()
-  (partial / "theirs").write_text("being written")
+  (partial / writer.JOURNAL).write_text("being written")
   handle = os.open(partial, os.O_RDONLY)
   try:
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -299,7 +379,7 @@ def test_two_runs_do_not_write_one_output(source, tmp_path):
       convert(str(source), str(tmp_path / "out"), show_progress=False)
   finally:
     os.close(handle)
-  assert _names(partial) == ["theirs"]
+  assert _names(partial) == [writer.JOURNAL]
 
 
 def test_killed_at_any_moment_and_run_again(tmp_path):

@@ -285,3 +285,19 @@ def test_killed_processes_answer_every_item_once(checkpoint, tmp_path):
     layers = {name: sum(values) for name, values in result["counters"].items()}
     assert layers["decode_hits"] < layers["decode_invocations"]
     assert layers["decode_moved_bytes"] == layers["decode_misses"] * 3 * 64 * 16 * 4
+
+
+def test_other_weights_at_the_same_path_are_refused(checkpoint, finished, tmp_path):
+  """As a checkpoint that was replaced between two runs in one workdir."""
+  model, workdir = tmp_path / "model", tmp_path / "run"
+  shutil.copytree(checkpoint, model)
+  shutil.copytree(finished[0], workdir)
+  config = _config(model)
+  asked = job._asked(config, {task: tasks.load_items(task, NUM_ITEMS) for task in TASKS})
+  (workdir / "config.json").write_text(json.dumps(asked))
+  assert job.run(config, workdir, _refuse) == finished[1]  # all is answered
+  weights = bytearray((model / "model.safetensors").read_bytes())
+  weights[-1] ^= 1
+  (model / "model.safetensors").write_bytes(weights)
+  with pytest.raises(ValueError, match=r"belongs to a run with model\.fingerprint"):
+    job.run(config, workdir, _refuse)

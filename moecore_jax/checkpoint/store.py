@@ -16,7 +16,8 @@ import hashlib
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -27,12 +28,15 @@ from moecore_jax import families
 from moecore_jax.checkpoint.assemble import BankChunk, DensePiece, num_entries
 from moecore_jax.checkpoint.published import read_json, read_spec
 from moecore_jax.checkpoint.template import BANK_NAMES, expert_groups
+from moecore_jax.families.config_reader import shown
 from moecore_jax.families.keymap import Path
+from moecore_jax.models.experts import bank_layout
 from moecore_jax.quantization import formats
 from moecore_jax.specs import ExpertFormat, ModelSpec
 
 MANIFEST = "moecore_checkpoint.json"
 VERSION = 2
+_MAX_NAME = 250
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +62,16 @@ class Item:
   cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
   files: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  @classmethod
+  def from_json(cls, value: Any) -> "Item":
+    """Returns what `dataclasses.asdict` and JSON made of an item, as it was.
+
+    Raises:
+      ValueError: it is none; says why.
+    """
+    _check_fields("an item", value, _ITEM_FIELDS)
+    return cls(**value)
 
   def file_fault(self, root: pathlib.Path) -> str:
     """Returns what is wrong with the files of the item in a checkpoint folder, "" if nothing is."""
@@ -101,12 +115,12 @@ class StoredCheckpoint:
       raise ValueError(f"{file}: version is {got!r}, expected {VERSION}; convert again")
     self.spec = read_spec(self.folder)
     try:
-      self.fingerprint, self.expert_format = manifest["fingerprint"], manifest["expert_format"]
-      self.items = tuple(Item(**item) for item in manifest["items"])
-      config_sha256 = manifest["config_sha256"]
-    except (KeyError, TypeError) as error:
-      raise ValueError(f"{file}: is damaged: {error!r}; convert again") from None
-    if config_sha256 != sha256(self.folder / "config.json"):
+      _check_fields("the manifest", manifest, _MANIFEST_FIELDS)
+      self.items = tuple(map(Item.from_json, manifest["items"]))
+    except ValueError as error:
+      raise ValueError(f"{file}: is damaged: {error}; convert again") from None
+    self.fingerprint, self.expert_format = manifest["fingerprint"], manifest["expert_format"]
+    if manifest["config_sha256"] != sha256(self.folder / "config.json"):
       raise ValueError(f"{self.folder / 'config.json'}: was changed after the conversion")
     self._keymap = families.key_map(self.spec)
     self._check_dense(file)
@@ -156,18 +170,21 @@ class StoredCheckpoint:
     return num_bytes
 
   def _check_dense(self, file: pathlib.Path) -> None:
-    covered: dict[str, int] = {}
+    covered: dict[str, tuple[int, int]] = {}
     for item in self.items:
       if not (self.folder / item.folder).resolve().is_relative_to(self.folder.resolve()):
         raise ValueError(f"{file}: item {item.folder!r} is outside the checkpoint folder")
-      if not item.bank and item.cuts.keys() != item.checksums.keys():
+      if item.cuts.keys() != (set() if item.bank else item.checksums.keys()):
         raise ValueError(f"{file}: arrays of {item.folder} are not what it says; convert again")
-      for name, (_, start, stop) in item.cuts.items():
-        if start != covered.get(name, 0):
+      for name, (axis, start, stop) in item.cuts.items():
+        if (axis, start) != covered.get(name, (axis, 0)):
           raise ValueError(f"{file}: pieces of {name} do not follow; convert again")
-        covered[name] = stop
-    keymap = self._keymap
-    if covered != {dotted(rule.target): num_entries(keymap, rule) for rule in keymap.dense}:
+        covered[name] = (axis, stop)
+    wanted = {
+      dotted(rule.target): (rule.axis, num_entries(self._keymap, rule))
+      for rule in self._keymap.dense
+    }
+    if covered != wanted:
       raise ValueError(f"{file}: dense parameters do not match config.json; convert again")
 
   def _check_banks(self, file: pathlib.Path) -> None:
@@ -178,13 +195,19 @@ class StoredCheckpoint:
       if item.start != covered.get(key, 0) or sorted(item.checksums) != ["down", "gate_up"]:
         raise ValueError(f"{file}: rows of bank {item.folder} do not follow; convert again")
       covered[key] = item.start + item.rows
-    wanted = {
-      (bank, g): group.num_rows
+    groups = {
+      (bank, g): group
       for bank in BANK_NAMES
       for g, group in enumerate(expert_groups(self.spec, bank))
     }
-    if covered != wanted:
+    if covered != {key: group.num_rows for key, group in groups.items()}:
       raise ValueError(f"{file}: bank rows do not match config.json; convert again")
+    try:
+      self._layouts = {k: bank_layout(group, self.expert_format) for k, group in groups.items()}
+    except ValueError:  # its values do not fill words or groups
+      raise ValueError(
+        f"{file}: expert_format {self.expert_format} does not match config.json; convert again"
+      ) from None
 
   def _read(self, reader: ocp.Checkpointer, item: Item) -> dict[str, np.ndarray]:
     folder = self.folder / item.folder
@@ -202,7 +225,24 @@ class StoredCheckpoint:
     for name, expected in item.checksums.items():
       if checksum(arrays[name]) != expected:
         raise ValueError(f"{folder}: array {name}: its checksum is wrong; convert again")
+      self._check_shape(item, name, arrays[name])
     return arrays
+
+  def _check_shape(self, item: Item, name: str, array: np.ndarray) -> None:
+    """Refuses an array that is not what the manifest says of it."""
+    if item.bank:
+      shape, dtype = self._layouts[item.bank, item.group][name]
+      got, wanted = (array.shape, array.dtype), ((item.rows, *shape[1:]), dtype)
+      what = f"{item.rows} rows in {self.expert_format}"
+    else:
+      axis, start, stop = item.cuts[name]
+      got, wanted = array.shape[axis : axis + 1], (stop - start,)
+      what = f"{stop - start} entries"
+    if got != wanted:
+      raise ValueError(
+        f"{self.folder / MANIFEST}: is damaged: array {name} of {item.folder} has shape "
+        f"{array.shape} and dtype {array.dtype}, which is not {what}; convert again"
+      )
 
 
 def is_store(path: str | pathlib.Path) -> bool:
@@ -253,3 +293,54 @@ def checksum(array: np.ndarray) -> int:
 def sha256(file: pathlib.Path) -> str:
   """Returns the SHA-256 of a small file's bytes."""
   return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _check_fields(what: str, value: Any, fields: Mapping[str, Callable[[Any], bool]]) -> None:
+  """Refuses a value that is no JSON object of just these fields, each as its predicate wants it."""
+  if not isinstance(value, dict):
+    raise ValueError(f"{what} is {shown(value)}, expected an object")
+  if missing := sorted(fields.keys() - value.keys()):
+    raise ValueError(f"{what} has no field {missing[0]}")
+  if unknown := sorted(value.keys() - fields.keys()):
+    raise ValueError(f"{what} has an unknown field {shown(unknown[0])}")
+  for name, is_valid in fields.items():
+    if not is_valid(value[name]):
+      raise ValueError(f"{name} of {what} is {shown(value[name])}")
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) is int and value >= 0
+
+
+def _is_name(value: Any) -> bool:
+  """Tells whether a value can name a file; whether it may is another question."""
+  is_text = isinstance(value, str) and value.isascii() and value.isprintable()
+  return is_text and 0 < len(value) <= _MAX_NAME
+
+
+def _is_cut(value: Any) -> bool:
+  return isinstance(value, list) and len(value) == 3 and all(map(_is_count, value))
+
+
+def _maps_names(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+  """Tells whether a value is an object of names, each with a valid value."""
+  return isinstance(value, dict) and all(_is_name(k) and is_valid(v) for k, v in value.items())
+
+
+_ITEM_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+  "folder": _is_name,
+  "bank": lambda value: value in ("", *BANK_NAMES),
+  "group": _is_count,
+  "start": _is_count,
+  "rows": _is_count,
+  "cuts": lambda value: _maps_names(value, _is_cut),
+  "checksums": lambda value: _maps_names(value, _is_count),
+  "files": lambda value: _maps_names(value, _is_count),
+}
+_MANIFEST_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+  "version": lambda value: value == VERSION,
+  "fingerprint": lambda value: isinstance(value, str),
+  "config_sha256": lambda value: isinstance(value, str),
+  "expert_format": lambda value: value in get_args(ExpertFormat),
+  "items": lambda value: isinstance(value, list),
+}

@@ -163,8 +163,8 @@ def _written(folder: pathlib.Path, first: str) -> dict[str, Item] | None:
   items = {}
   for line in lines[1:]:
     try:
-      item = Item(**json.loads(line))
-    except (ValueError, TypeError):
+      item = Item.from_json(json.loads(line))
+    except ValueError:
       continue  # torn by the kill
     if not item.file_fault(folder):
       items[item.folder] = item

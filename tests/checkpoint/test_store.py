@@ -1,5 +1,6 @@
 """Converted folders: what comes back is what was stored; what is damaged is named."""
 
+import functools
 import json
 import shutil
 
@@ -165,6 +166,117 @@ def test_a_damaged_item_is_named(copy, item, damage):
 def test_a_manifest_that_does_not_match(copy, edit, words):
   _edit_manifest(copy, edit)
   with pytest.raises(ValueError, match=words):
+    _load(copy)
+
+
+FIELDS = {
+  "folder": [None, 5, "", "a\0", "a" * 251, "\udc80"],
+  "bank": [None, 5, [], "others"],
+  "group": [None, -1, "x", True, 0.0],
+  "start": [None, "x"],
+  "rows": [None, "x", [1]],
+  "cuts": [None, [], {"a": 1}, {"a": [0, 0]}, {"a": [-1, 0, 1]}],
+  "checksums": [None, [], {"a": "x"}],
+  "files": [None, [], {"a": None}, {"a" * 251: 1}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, vs in FIELDS.items() for v in vs])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_field_of_an_item_that_is_no_such_thing(copy, index, field, value):
+  """In a dense item and in one of a bank."""
+  _edit_manifest(copy, lambda m: m["items"][index].update({field: value}))
+  with pytest.raises(ValueError, match=f"{field} of an item is .*; convert again") as e:
+    store.StoredCheckpoint(copy)
+  assert str(e.value).startswith(f"{copy / store.MANIFEST}: is damaged: ")
+  assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *(("expert_format", value) for value in (None, 5, [1], "nope")),
+    *(("items", value) for value in (None, {}, "x")),
+    *(("fingerprint", value) for value in (None, 5)),
+    *(("config_sha256", value) for value in (None, [])),
+  ],
+)
+def test_a_field_of_the_manifest_that_is_no_such_thing(copy, field, value):
+  _edit_manifest(copy, lambda m: m.update({field: value}))
+  with pytest.raises(ValueError, match=f"is damaged: {field} of the manifest is .*convert again"):
+    store.StoredCheckpoint(copy)
+
+
+@pytest.mark.parametrize("items", [[None], [5], [{}], ["x"], [[]]])
+def test_items_that_are_none(copy, items):
+  _edit_manifest(copy, lambda m: m.update(items=items))
+  with pytest.raises(ValueError, match=r"is damaged: an item (is|has no field) .*convert again"):
+    store.StoredCheckpoint(copy)
+
+
+@pytest.fixture(scope="module")
+def of_format(tmp_path_factory):
+  """Returns a folder as it is converted to a format."""
+  published = write_checkpoint(tmp_path_factory.mktemp("formats") / "published")
+
+  @functools.cache
+  def make(fmt):
+    folder = tmp_path_factory.mktemp(fmt) / "c"
+    convert(str(published), str(folder), expert_format=fmt, show_progress=False)
+    return folder
+
+  return make
+
+
+FORMATS = ["float32", "bfloat16", "w8a8", "w4a8", "w4a8_g32"]
+
+
+@pytest.mark.parametrize("edited", FORMATS)
+@pytest.mark.parametrize("fmt", FORMATS[:-1])
+def test_an_expert_format_that_the_banks_do_not_have(of_format, tmp_path, fmt, edited):
+  """However the banks are wanted: as stored, as the manifest says, or otherwise."""
+  copy = shutil.copytree(of_format(fmt), tmp_path / "copy")
+  _edit_manifest(copy, lambda m: m.update(expert_format=edited))
+  if fmt == edited:
+    _load(copy)
+    return
+  words = f"rows in {edited}|expert_format {edited} does not match config.json"
+  for wanted in {fmt, edited, "float32"}:
+    if wanted != "w4a8_g32":  # the model has no such groups
+      with pytest.raises(ValueError, match=rf"checkpoint\.json: .*({words}); convert again") as e:
+        _load(copy, wanted)
+      assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("axis", [1, 9])
+def test_a_cut_along_another_axis(copy, axis):
+  _edit_manifest(copy, lambda m: m["items"][0]["cuts"]["norm.scale"].__setitem__(0, axis))
+  with pytest.raises(ValueError, match="dense parameters do not match config"):
+    _load(copy)
+
+
+def test_a_bank_that_names_dense_parameters(copy):
+  _edit_manifest(copy, lambda m: m["items"][1]["cuts"].update({"norm.scale": [0, 32, 33]}))
+  with pytest.raises(ValueError, match=r"arrays of banks/experts\.0/000000 are not what it says"):
+    _load(copy)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_two_items_of_one_folder(copy, index):
+  """What one holds is said to be the parts of two."""
+
+  def split(manifest):
+    first, second = manifest["items"][index], json.loads(json.dumps(manifest["items"][index]))
+    if index:
+      first.update(rows=8)
+      second.update(start=8, rows=8)
+    for name, (axis, start, stop) in second["cuts"].items():
+      first["cuts"][name] = [axis, start, stop // 2]
+      second["cuts"][name] = [axis, stop // 2, stop]
+    manifest["items"].insert(index + 1, second)
+
+  _edit_manifest(copy, split)
+  with pytest.raises(ValueError, match=r"is damaged: array .*(entries|8 rows in .*); convert aga"):
     _load(copy)
 
 

@@ -248,6 +248,18 @@ def test_items_that_are_torn_are_written_again(source, tmp_path, parts):
   assert store.is_store(tmp_path / "out")
 
 
+@pytest.mark.parametrize("files", [None, [], {"a" * 300: 1}])
+def test_a_line_of_the_journal_that_is_no_item(source, tmp_path, parts, files):
+  done = _interrupt(source, tmp_path / "out", parts, 3)
+  journal = tmp_path / "out.partial" / writer.JOURNAL
+  first, line, *others = journal.read_text().split("\n")
+  damaged = json.dumps(json.loads(line) | {"files": files})
+  journal.write_text("\n".join([first, damaged, "null", "5", *others]))
+  assert convert(str(source), str(tmp_path / "out"), show_progress=False)["num_resumed"] == 2
+  assert done[0] in parts.saved
+  assert not {done[1], done[2]} & set(parts.saved)
+
+
 def test_an_item_that_has_rotted_is_found(source, tmp_path, parts):
   done = _interrupt(source, tmp_path / "out", parts, 3)
   first = tmp_path / "out.partial" / done[0]

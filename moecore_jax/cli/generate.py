@@ -34,6 +34,11 @@ def main(argv: Sequence[str]) -> int:
   config, domain = values.config, values.domain
   _check_domain(domain, config)
   engine = Engine.from_checkpoint(config.model.checkpoint or None, config)
+  if engine.tokenizer is None:
+    raise ValueError(
+      f"checkpoint {config.model.checkpoint} has no tokenizer.json, which the prompt's text needs; "
+      "copy the model's into the folder"
+    )
   request = Request("prompt", values.prompt, values.max_new_tokens, domain)
   vocab_size, context_tokens = engine.model_spec.vocab_size, engine.spec.context_tokens
   prompt_tokens(request, engine.tokenizer, vocab_size, context_tokens, engine.domains)

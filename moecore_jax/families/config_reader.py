@@ -136,21 +136,22 @@ class ConfigReader:
 
   def common(self) -> dict[str, Any]:
     """Returns the fields of ModelSpec that every family spells alike."""
+    vocab_size = self.whole("vocab_size")
     return {
       "family": self.family,
-      "vocab_size": self.whole("vocab_size"),
+      "vocab_size": vocab_size,
       "embed_dim": self.whole("hidden_size"),
       "rms_norm_eps": self.number("rms_norm_eps", 1e-6, True),
       "tie_embeddings": self.flag("tie_word_embeddings", False),
       "max_context_tokens": self.whole("max_position_embeddings", default=4096),
-      "eos_token_ids": self._eos_token_ids(),
+      "eos_token_ids": self._eos_token_ids(vocab_size),
     }
 
-  def _eos_token_ids(self) -> tuple[int, ...]:
+  def _eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
     value = self.config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(n) is not int or not 0 <= n <= _LARGEST for n in ids):
-      self.refuse("eos_token_id", "a token id or a list of them")
+    if any(type(n) is not int or not 0 <= n < vocab_size for n in ids):
+      self.refuse("eos_token_id", f"a token id or a list of them, each 0 to {vocab_size - 1}")
     return tuple(ids)
 
   def head_dim(self) -> int:

@@ -34,6 +34,7 @@ _SLIDING, _SPARSE, _HEAVY = (
   "heavily_compressed_attention",
 )
 _SPARSE_RATIO = 4  # windows of so many tokens overlap and have an indexer, longer ones have not
+_MOST_SINKHORN_ITERS = 100
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -68,9 +69,11 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   return ModelSpec(
     layers=layers[:count],
     mtp_layers=layers[count:],
-    activation=ActivationSpec(limit=reader.number("swiglu_limit", 10.0)),
+    activation=ActivationSpec(limit=reader.number("swiglu_limit", 10.0, True)),
     hyper=HyperSpec(
-      reader.whole("hc_mult"), reader.whole("hc_sinkhorn_iters"), reader.number("hc_eps", 1e-6)
+      reader.whole("hc_mult"),
+      reader.whole("hc_sinkhorn_iters", most=_MOST_SINKHORN_ITERS),
+      reader.number("hc_eps", 1e-6),
     ),
     **reader.common(),
   )

@@ -51,7 +51,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
   return ModelSpec(
     layers=tuple(LayerSpec(attention[kind], moe) for kind in kinds[:count]),
     activation=ActivationSpec(
-      reader.number("swiglu_alpha", 1.702), 1.0, reader.number("swiglu_limit", 7.0)
+      reader.number("swiglu_alpha", 1.702), 1.0, reader.number("swiglu_limit", 7.0, True)
     ),
     **reader.common(),
   )

@@ -315,7 +315,7 @@ class Engine:
 
   def generate(
     self,
-    requests: Iterable[str | Request],
+    requests: Iterable[str | Sequence[int] | Request],
     max_new_tokens: int = 64,
     domain: str | None = None,
     on_token: OnToken | None = None,
@@ -323,16 +323,16 @@ class Engine:
     """Completes requests, several at a time, and yields each when it is done.
 
     Args:
-      requests: prompts or requests; read as rows become free.
-      max_new_tokens: of prompts given as text.
-      domain: of prompts given as text.
+      requests: prompts, as text or token ids, or requests; read as rows become free.
+      max_new_tokens: of bare prompts.
+      domain: of bare prompts.
       on_token: gets each piece of text as it is generated.
 
     Yields:
       One Completion a request; one whose request is at fault has an error, and the others go on.
     """
     waiting = (
-      Request(str(i), r, max_new_tokens, domain) if isinstance(r, str) else r
+      r if isinstance(r, Request) else Request(str(i), r, max_new_tokens, domain)
       for i, r in enumerate(requests)
     )
     ids: set[str] = set()

@@ -1,8 +1,10 @@
 """Requests, completions and their latencies; plain data of the host side."""
 
 import dataclasses
+import operator
+import reprlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders
@@ -89,22 +91,29 @@ def prompt_tokens(
   Raises:
     ValueError: one sentence on what is wrong with the request.
   """
-  if request.max_new_tokens < 1:
-    raise ValueError(f"max_new_tokens is {request.max_new_tokens}, expected at least 1")
+  if not _is_whole(request.max_new_tokens) or request.max_new_tokens < 1:
+    raise ValueError(
+      f"max_new_tokens is {request.max_new_tokens}, expected a whole number, at least 1"
+    )
   if request.domain is not None and domains is not None and request.domain not in domains:
     raise ValueError(f"domain is {request.domain!r}, expected one of {', '.join(domains)}")
   if isinstance(request.prompt, str):
     if tokenizer is None:
-      raise ValueError("the prompt is text but the checkpoint has no tokenizer; pass token ids")
+      raise ValueError(
+        "the prompt is text but the checkpoint has no tokenizer.json; copy the model's into the "
+        "folder, or pass token ids"
+      )
     try:
       request.prompt.encode("utf-8")
     except UnicodeEncodeError as error:
       raise ValueError(f"the prompt is not valid text: {error.reason}") from None
     ids = tokenizer.encode(request.prompt).ids
+    fault = f"the tokenizer gives token ids outside 0..{vocab_size - 1}, it is not the model's"
   else:
-    ids = [int(token) for token in request.prompt]
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-      raise ValueError(f"the prompt has token ids outside 0..{vocab_size - 1}")
+    ids = _whole_numbers(request.prompt)
+    fault = f"the prompt has token ids outside 0..{vocab_size - 1}"
+  if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+    raise ValueError(fault)
   if not ids:
     raise ValueError("the prompt is empty, expected at least one token")
   if len(ids) + request.max_new_tokens > context_tokens:
@@ -113,6 +122,24 @@ def prompt_tokens(
       f"context of {context_tokens} tokens; shorten the prompt or raise engine.context_tokens"
     )
   return ids
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+  try:
+    if not isinstance(prompt, bytes):
+      return [operator.index(token) for token in prompt]
+  except TypeError:  # not a sequence, or not of integers
+    pass
+  raise ValueError(f"the prompt is {reprlib.repr(prompt)}, expected text or whole token ids")
+
+
+def _is_whole(value: Any) -> bool:
+  """Tells whether a value is an integer, of Python or of an array."""
+  try:
+    operator.index(value)
+  except TypeError:
+    return False
+  return True
 
 
 class TextStream:

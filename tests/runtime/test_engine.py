@@ -64,7 +64,15 @@ def test_batched_requests_equal_those_run_alone(model):
     (Request("x", [], 3), "empty"),
     (Request("x", "", 3), "empty"),
     (Request("x", [1] * 60, 5), "exceed the context of 64"),
-    (Request("x", [1], 0), "max_new_tokens"),
+    (Request("x", [1], 0), "max_new_tokens is 0"),
+    (Request("x", [1], None), "max_new_tokens is None"),
+    (Request("x", [1], 2.5), "max_new_tokens is 2.5"),
+    (Request("x", None, 3), "the prompt is None, expected text or whole token ids"),
+    (Request("x", 7, 3), "the prompt is 7"),
+    (Request("x", [1.7, 2], 3), "the prompt is [1.7, 2]"),
+    (Request("x", np.ones(3), 3), "whole token ids"),
+    (Request("x", ["1"], 3), "the prompt is ['1']"),
+    (Request("x", b"ab", 3), "the prompt is b'ab'"),
     (Request("x", [1, 99], 3), "outside 0..63"),
     (Request("x", [1], 3, domain="poetry"), "math, qa"),
     (Request("x", "a\ud800", 3), "not valid text"),
@@ -81,6 +89,27 @@ def test_a_request_at_fault_fails_alone(model, request_, words):
   fine = [c for c in done if not c.error]
   assert {c.id for c in fine} == {"ok", "ok2"}
   assert fine[0].token_ids == fine[1].token_ids
+
+
+def test_a_tokenizer_of_another_model_is_told_apart_from_wrong_ids(model):
+  tokenizer = letters()
+  tokenizer.add_tokens([f"<{i}>" for i in range(9)])  # past the model's vocabulary
+  engine = make_engine(model)
+  engine.tokenizer = tokenizer
+  prompts = ["ab", "ab<8>", Request("ids", tokenizer.encode("ab").ids, 64 - 2)]
+  done = {c.id: c for c in engine.generate(prompts, max_new_tokens=2)}
+  assert "tokenizer gives token ids outside 0..63, it is not the model's" in done["1"].error
+  assert done["0"].error is None
+  assert done["0"].token_ids == done["ids"].token_ids[:2]
+
+
+def test_bare_prompts_are_text_or_token_ids(model):
+  prompts = [None, [1, 2], (1, 2), np.array([1, 2]), 5, "bc"]
+  done = {c.id: c for c in make_engine(model).generate(prompts, max_new_tokens=np.int64(3))}
+  assert len(done) == len(prompts)
+  assert {i for i, c in done.items() if c.error} == {"0", "4"}
+  assert len({c.token_ids for c in done.values() if not c.error}) == 1
+  assert len(done["1"].token_ids) == 3
 
 
 def test_stop_texts_end_a_completion_and_are_left_out(model):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import pickle
@@ -330,13 +331,8 @@ def test_a_disk_that_fills_up_keeps_what_is_written(source, tmp_path, monkeypatc
     save, close = fail, lambda self: None
 
   with monkeypatch.context() as patch:
-    opened = []
-    checkpointer = writer.checkpointer
-    patch.setattr(
-      writer,
-      "checkpointer",
-      lambda: opened.append(0) or (Full() if len(opened) > 1 else checkpointer()),
-    )
+    opened, checkpointer = itertools.count(), writer.checkpointer
+    patch.setattr(writer, "checkpointer", lambda: Full() if next(opened) else checkpointer())
     assert main.main(arguments) == 2
   assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
   assert main.main(arguments) == 0

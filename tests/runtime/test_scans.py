@@ -101,7 +101,7 @@ def test_without_prefetches_the_first_layer_is_scanned_too():
 
 @pytest.mark.parametrize(
   "kinds",
-  ["caBaB", "ijijij", *(pytest.param(k, marks=pytest.mark.slow) for k in ("cababab", "cabcabc"))],
+  ["caBaB", "ijiji", *(pytest.param(k, marks=pytest.mark.slow) for k in ("cababab", "cabcabc"))],
 )
 def test_the_same_bits_as_all_resident_and_the_same_counts_as_unrolled(kinds):
   """Prompts of two blocks that are staged and a short one that is not; rings of two layers, of two
